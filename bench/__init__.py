@@ -1,0 +1,1 @@
+"""Measurements: workloads, comparison modes and the demonstration."""

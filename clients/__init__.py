@@ -1,0 +1,1 @@
+"""Python clients of the batond gRPC API."""

@@ -1,0 +1,1 @@
+"""The batond daemon: front, queue, scheduler, engine, memory and telemetry."""

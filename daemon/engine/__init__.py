@@ -1,0 +1,1 @@
+"""The engine: model, batch, planner, copies. One step at a time."""

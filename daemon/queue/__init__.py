@@ -1,0 +1,1 @@
+"""The durable job queue: Redis keys, Lua scripts and the embedded server."""

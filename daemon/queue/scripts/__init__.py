@@ -1,0 +1,1 @@
+"""Lua scripts: every state change of a job is one of these."""

@@ -1,0 +1,1 @@
+"""Logs, metrics and the words exchanged with systemd."""

@@ -1,0 +1,1 @@
+"""Scheduling policies: one small pure object a file, registered by entry point."""
