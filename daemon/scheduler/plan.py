@@ -1,0 +1,94 @@
+"""The frozen values between deciding and doing."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batond.policies.base import QueryView
+
+
+class Gate(enum.Enum):
+    """When rows are given out."""
+
+    ITERATION = "iteration"  # Whenever one is free (continuous batching).
+    BATCH = "batch"  # Only when all are free: run-to-completion, for comparison.
+
+
+class ParkMode(enum.Enum):
+    """What happens to the KV of a parked query."""
+
+    OFFLOAD = "offload"  # Copied to the host pool.
+    RECOMPUTE = "recompute"  # Dropped; computed again from prompt + emitted tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """All the planner may know of the engine in this step.
+
+    Attributes:
+        now_s: Monotonic clock.
+        rows: Rows the batch may use now.
+        queries: Every live query, in any order.
+        chunk_tokens: Prompt tokens that may be computed in this step; None is no bound.
+        ready_limit: How many prefilled queries may be kept ahead of free rows.
+        kv_free_bytes: Bytes the batch and the slices ahead of it may still take; None is no bound.
+        host_free_bytes: Bytes free in the host pool.
+        gate: See Gate.
+        recompute_only: The model's KV can't be carried: every park is a recompute.
+    """
+
+    now_s: float
+    rows: int
+    queries: tuple[QueryView, ...]
+    chunk_tokens: int | None = 256
+    ready_limit: int = 1
+    kv_free_bytes: int | None = None
+    host_free_bytes: int = 0
+    gate: Gate = Gate.ITERATION
+    recompute_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute the next `tokens` prompt tokens of a query; `last` if that completes it."""
+
+    query_id: str
+    tokens: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ParkOrder:
+    """Take the row of a query."""
+
+    query_id: str
+    mode: ParkMode
+    cause: str  # "row" or "kv_bytes"
+    for_query_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do in this step, in this order: chunks, park, resume, admit.
+
+    Attributes:
+        chunks: Prefill work, most urgent first; the sum of tokens is within the budget.
+        park: Rows to take.
+        resume: Parked queries whose KV is in the host pool and that get a row, in order.
+        admit: READY queries, and those whose last chunk is in `chunks`, that get a row, in order.
+        blocked: Why a query that would be next got nothing, by query id ("row", "kv_bytes", "quantum", ...).
+    """
+
+    chunks: tuple[Chunk, ...] = ()
+    park: tuple[ParkOrder, ...] = ()
+    resume: tuple[str, ...] = ()
+    admit: tuple[str, ...] = ()
+    blocked: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is to be done besides decoding."""
+        return not (self.chunks or self.park or self.resume or self.admit)

@@ -1,0 +1,244 @@
+"""The words front and engine exchange. Commands go to the engine, events come back.
+
+Every message is a msgspec struct with a tag; a frame on the socket is one msgpack-encoded message
+behind a 4-byte little-endian length. Nothing here imports torch, and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from batond.daemon.engine.params import SamplingParams
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages: immutable, tagged by class name."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a query ended."""
+
+    LENGTH = "length"  # max_tokens reached
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    CANCELLED = "cancelled"  # somebody asked
+    ERROR = "error"  # see QueryFailed
+
+
+class QueryState(enum.StrEnum):
+    """Where a query stands inside the engine; `query.py` holds the table of allowed moves."""
+
+    WAITING = "waiting"  # nothing computed yet
+    PREFILLING = "prefilling"  # part of the prompt is in a slice on the device
+    READY = "ready"  # prompt prefilled, first token emitted, no row yet
+    RUNNING = "running"  # owns a row of the batch
+    PARKED = "parked"  # KV in host RAM (or dropped: recompute), row given away
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+# -- commands: front -> engine ----------------------------------------------------------------------------
+
+
+class Submit(Message, frozen=True):
+    """Run a query. With `emitted_token_ids`, continue after them as if they had been produced here."""
+
+    query_id: str
+    tenant: str
+    sla_class: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    waited_s: float = 0.0  # Time already spent in the queue, for ageing.
+    emitted_token_ids: list[int] = []
+
+
+class Cancel(Message, frozen=True):
+    """End a query as cancelled; unknown ids are ignored and counted."""
+
+    query_id: str
+
+
+class HandBack(Message, frozen=True):
+    """Forget a query without ending it: its job goes back to the queue. Unknown ids are ignored."""
+
+    query_id: str
+
+
+class Park(Message, frozen=True):
+    """Park a query by hand and hold it until Resume. Answered by CommandResult."""
+
+    query_id: str
+    request_id: int
+
+
+class Resume(Message, frozen=True):
+    """Let a parked query compete for a row again. Answered by CommandResult."""
+
+    query_id: str
+    request_id: int
+
+
+class Stop(Message, frozen=True):
+    """Leave the process after the current step."""
+
+
+Command = Submit | Cancel | HandBack | Park | Resume | Stop
+
+
+# -- events: engine -> front ------------------------------------------------------------------------------
+
+
+class Loading(Message, frozen=True):
+    """Progress while the model loads; sent at least every few seconds."""
+
+    note: str
+
+
+class Ready(Message, frozen=True):
+    """The self-test token was produced; the engine takes queries."""
+
+    model: str
+    device: str
+    rows: int
+    max_query_tokens: int  # The one limit on prompt + max_tokens.
+    vocab_size: int
+    eos_token_ids: list[int]
+    batch_kind: str
+    batch_reason: str
+    preemption_mode: str
+    kv_bytes_per_token: int
+    host_pool_bytes: int
+    policy: str
+    load_s: float
+
+
+class LoadFailed(Message, frozen=True):
+    """The engine can't serve; `reason` as in errors.py. The process exits after this."""
+
+    reason: str
+    message: str
+
+
+class Started(Message, frozen=True):
+    """The query got its first row."""
+
+    query_id: str
+    row: int
+
+
+class Tokens(Message, frozen=True):
+    """Newly emitted tokens; `first_index` counts from the first output token of the query."""
+
+    query_id: str
+    first_index: int
+    token_ids: list[int]
+    text: str  # May lag behind the tokens (UTF-8 and stop-string hold-back); the last event flushes.
+
+
+class Preempted(Message, frozen=True):
+    """The query lost its row, its work is kept (`kept`), or will be recomputed."""
+
+    query_id: str
+    cause: str  # "row", "kv_bytes", "manual", ...
+    kept: bool
+    parked_bytes: int
+    for_query_id: str = ""  # Whose need caused it, if anybody's.
+
+
+class Resumed(Message, frozen=True):
+    """The query is back in the batch."""
+
+    query_id: str
+    row: int
+
+
+class Usage(Message, frozen=True):
+    """What a query cost."""
+
+    prompt_tokens: int
+    output_tokens: int
+    parks: int
+    recomputed_tokens: int
+    waited_s: float  # Arrival at the engine to first token.
+    parked_s: float
+
+
+class Finished(Message, frozen=True):
+    """The query ended; its last Tokens event came before."""
+
+    query_id: str
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class QueryFailed(Message, frozen=True):
+    """The query can't be finished. `reason` as in errors.py; never contains another tenant's data."""
+
+    query_id: str
+    reason: str
+    message: str
+    usage: Usage
+
+
+class CommandResult(Message, frozen=True):
+    """The answer to Park and Resume. An empty `reason` is success."""
+
+    request_id: int
+    reason: str = ""
+    message: str = ""
+
+
+class RowSnapshot(Message, frozen=True):
+    """One row of the batch; an idle row has an empty `query_id`."""
+
+    row: int
+    query_id: str = ""
+    tenant: str = ""
+    sla_class: str = ""
+    tokens: int = 0  # Cached tokens of the row.
+    output_tokens: int = 0
+
+
+class QuerySnapshot(Message, frozen=True):
+    """A query of the engine that owns no row."""
+
+    query_id: str
+    tenant: str
+    sla_class: str
+    state: QueryState
+    prompt_tokens: int
+    prefilled_tokens: int
+    output_tokens: int
+    parks: int
+    parked_bytes: int
+    held: bool  # Parked by hand.
+
+
+class Snapshot(Message, frozen=True):
+    """The batch as it stands after a step."""
+
+    step: int
+    rows: list[RowSnapshot]
+    queries: list[QuerySnapshot]  # Those without a row.
+    columns: int  # Length of the shared time axis now.
+    host_pool_used_bytes: int
+    host_pool_bytes: int
+    counters: dict[
+        str, float
+    ]  # Monotonic: decode_steps, idle_row_steps, parks, resumes, recomputed_tokens, ...
+
+
+class StepEvents(Message, frozen=True):
+    """All events of one step, in order, in one frame. Sent at least once a second: the heartbeat."""
+
+    step: int
+    events: list[Tokens | Started | Preempted | Resumed | Finished | QueryFailed | CommandResult]
+    snapshot: Snapshot | None = None  # At most every 50 ms.
+    busy: bool = False  # Whether any query is alive.
+
+
+Event = Loading | Ready | LoadFailed | StepEvents
+QueryEvent = Tokens | Started | Preempted | Resumed | Finished | QueryFailed | CommandResult

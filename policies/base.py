@@ -1,0 +1,87 @@
+"""What a policy sees and must answer. Pure Python: no torch, no clock, no I/O."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+#: Compared like a tuple; the smaller runs first.
+Rank: TypeAlias = tuple[float, ...]
+
+
+class Phase(enum.Enum):
+    """Where a query stands, as far as scheduling cares."""
+
+    WAITING = "waiting"  # Nothing of the prompt is computed.
+    PREFILLING = "prefilling"  # Part of the prompt is computed.
+    READY = "ready"  # The whole prompt is computed; needs a row.
+    RUNNING = "running"  # Owns a row.
+    PARKED = "parked"  # Lost its row; needs one again.
+
+
+@dataclass(frozen=True, slots=True)
+class QueryView:
+    """One query as the planner and the policies see it.
+
+    Attributes:
+        query_id: Unique in the engine.
+        tenant: Who pays.
+        sla_class: Name of the class.
+        class_order: 0 is the most urgent class.
+        preemptible: Whether the class may be parked at all.
+        arrival_s: When the query arrived (queueing elsewhere included), same clock as `now_s`.
+        seq: Order of arrival in this engine; breaks ties.
+        phase: See Phase.
+        prompt_tokens: Length of the prompt.
+        prefilled_tokens: How much of prompt + replayed output is computed.
+        output_tokens: Tokens emitted so far.
+        max_tokens: Most tokens it may emit.
+        parks: How often it was parked by the planner.
+        since_admission_tokens: Tokens decoded since it last got a row.
+        park_seq: Order in which it was parked; 0 if it is not parked.
+        held: Parked by hand: not to be resumed by the planner.
+        kv_bytes: Bytes its cached tokens take now.
+        reserved_bytes: Bytes it may come to need: prompt + reserved output, never below `kv_bytes`.
+        park_bytes: Bytes a park would take from the host pool.
+        to_prefill_tokens: Tokens that must be computed before it can decode (0 unless WAITING, PREFILLING,
+            or PARKED without a copy of its KV).
+    """
+
+    query_id: str
+    tenant: str
+    sla_class: str
+    class_order: int
+    preemptible: bool
+    arrival_s: float
+    seq: int
+    phase: Phase
+    prompt_tokens: int
+    prefilled_tokens: int
+    output_tokens: int
+    max_tokens: int
+    parks: int = 0
+    since_admission_tokens: int = 0
+    park_seq: int = 0
+    held: bool = False
+    kv_bytes: int = 0
+    reserved_bytes: int = 0
+    park_bytes: int = 0
+    to_prefill_tokens: int = 0
+
+
+class Policy(Protocol):
+    """Decides order and pre-emption; the planner adds the rules that every policy gets for free."""
+
+    @property
+    def name(self) -> str:
+        """The name under which the policy is registered and reported."""
+
+    def rank(self, query: QueryView, now_s: float) -> Rank:
+        """Order of claims to a row; the smaller runs first. Called once a query a step."""
+
+    def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:
+        """Whether `newcomer` is strictly more urgent than `victim`. Must be irreflexive and asymmetric."""
+
+    def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
+        """Account for tokens just computed for `query`."""
