@@ -10,7 +10,7 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 PYTEST := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -38,7 +38,7 @@ lint: $(STAMP) ## Formatting and lint (ruff)
 types: $(STAMP) ## Types: mypy strict, then pyright as a second opinion
 	@echo '== types'
 	@$(BIN)/mypy
-	@$(BIN)/pyright
+	@$(BIN)/pyright --project pyproject.toml
 
 proto-check: $(STAMP) ## Generate the protobuf modules anew and compare them with the committed ones
 	@echo '== proto-check'
