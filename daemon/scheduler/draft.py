@@ -1,0 +1,255 @@
+"""A plan in the making: what is still to be had in this step, and what has been decided."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+from batond.daemon.scheduler.claims import ends_with_prefill, has_host_copy, needed_bytes
+from batond.daemon.scheduler.plan import Chunk, ParkMode, ParkOrder, Plan
+from batond.daemon.scheduler.victims import Choice, VictimPool
+from batond.policies.base import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batond.daemon.scheduler.plan import BatchView
+    from batond.daemon.scheduler.victims import PlannerLimits
+    from batond.policies.base import Policy, QueryView
+
+#: Reasons are given for the head of the line only: the rest waits for the same things.
+MAX_BLOCKED: Final = 8
+
+
+class Draft:
+    """Serves claims one after the other, the most urgent first, out of rows, bytes and chunk tokens.
+
+    Bytes are handed out strictly in order. A claim that holds KV on the device or lacks bytes *earmarks*
+    what it needs, so nobody behind it can take that. Hence a prefill is only begun when everything it may
+    come to need is free, and a begun one can always be finished: slices never lock each other out.
+
+        [ ............ kv_free_bytes ............ ]
+        [ given away | earmarked | open to the next ]
+
+    A strictly more urgent class than that of the first claim that lacks bytes may still pass it, but only on
+    bytes that its own victims give back.
+    """
+
+    def __init__(
+        self,
+        view: BatchView,
+        running: Sequence[QueryView],
+        claims: Sequence[QueryView],
+        policy: Policy,
+        limits: PlannerLimits,
+    ) -> None:
+        self._view = view
+        self._victims = VictimPool(running, policy, limits, view.now_s)
+        self._free_rows = view.rows - len(running)
+        self._free_bytes = math.inf if view.kv_free_bytes is None else view.kv_free_bytes
+        self._earmarked_bytes: float = 0
+        # Reserved but not yet written: usable by chunks, which run before the rows are taken.
+        unwritten_bytes = sum(query.reserved_bytes - query.kv_bytes for query in running)
+        self._chunk_room_bytes = self._free_bytes + unwritten_bytes
+        self._host_bytes = 0 if view.recompute_only else view.host_free_bytes
+        self._chunk_tokens = math.inf if view.chunk_tokens is None else view.chunk_tokens
+        self._ready = Counter(query.class_order for query in claims if query.phase is Phase.READY)
+        self._closed_order: float = math.inf
+        self._chunks: list[Chunk] = []
+        self._park: list[ParkOrder] = []
+        self._resume: list[str] = []
+        self._admit: list[str] = []
+        self._blocked: dict[str, str] = {}
+
+    def finish(self) -> Plan:
+        """Freeze what has been decided."""
+        return Plan(
+            chunks=tuple(self._chunks),
+            park=tuple(self._park),
+            resume=tuple(self._resume),
+            admit=tuple(self._admit),
+            blocked=self._blocked,
+        )
+
+    def shed_rows(self) -> None:
+        """Park the least urgent queries above the row limit; neither quantum nor class protects them."""
+        if self._free_rows < 0:
+            self._take_rows(self._victims.least_urgent(-self._free_rows), "row_limit", "")
+
+    def serve(self, query: QueryView, *, in_line: bool = True) -> None:
+        """Give one claim what it can get in this step.
+
+        Args:
+            query: The next claim in order.
+            in_line: Whether bytes stay reserved for it if it lacks some.
+        """
+        if query.to_prefill_tokens > 0:
+            self._serve_prefill(query, in_line=in_line)
+        else:
+            self._serve_row(query, in_line=in_line)
+
+    def serve_group(self, claims: Sequence[QueryView], *, idle: bool) -> None:
+        """Prefill the first claims that fill the batch; let them in together once all rows are free.
+
+        Args:
+            claims: All claims in order.
+            idle: No query is running.
+        """
+        group = self._first_group(claims, idle=idle)
+        complete = True
+        for query in group:
+            complete = self._prefill_for_group(query) and complete
+        for query in group:
+            if not (idle and complete):
+                self.block(query, "row" if query.to_prefill_tokens == 0 else "prefill")
+            elif not ends_with_prefill(query):
+                self._let_in(query)
+
+    def block(self, query: QueryView, reason: str) -> None:
+        """Note why a claim got nothing."""
+        if len(self._blocked) < MAX_BLOCKED:
+            self._blocked[query.query_id] = reason
+
+    # Rows
+
+    def _serve_row(self, query: QueryView, *, in_line: bool) -> None:
+        room = self._room(query, rows=1)
+        if room.reason is None:
+            self._take_rows(room.victims, self._cause(rows=1), query.query_id)
+            self._let_in(query)
+        else:
+            self._hold_back(query, room.reason, in_line=in_line)
+
+    def _let_in(self, query: QueryView) -> None:
+        self._free_rows -= 1
+        self._free_bytes -= needed_bytes(query)
+        if query.phase is Phase.READY:
+            self._ready[query.class_order] -= 1
+        (self._resume if has_host_copy(query) else self._admit).append(query.query_id)
+
+    def _room(self, query: QueryView, *, rows: int) -> Choice:
+        need = needed_bytes(query)
+        rows_short = max(0, rows - self._free_rows)
+        bytes_short = max(0, need - self._open_bytes()) if need > 0 else 0
+        if not rows_short and not bytes_short:
+            return Choice()
+        if query.class_order >= self._closed_order:
+            return Choice(reason="kv_bytes" if bytes_short else "row")
+        return self._victims.choose(query, rows_short, bytes_short)
+
+    def _open_bytes(self) -> float:
+        # Below zero the running queries themselves have been promised too much; that is never earmarked.
+        return max(self._free_bytes - self._earmarked_bytes, min(self._free_bytes, 0))
+
+    def _cause(self, rows: int) -> str:
+        return "kv_bytes" if self._free_rows >= rows else "row"
+
+    def _take_rows(self, victims: Sequence[QueryView], cause: str, for_query_id: str) -> None:
+        if not victims:
+            return
+        self._victims.take(victims)
+        for victim in victims:
+            fits = not self._view.recompute_only and victim.park_bytes <= self._host_bytes
+            if fits:
+                self._host_bytes -= victim.park_bytes
+            mode = ParkMode.OFFLOAD if fits else ParkMode.RECOMPUTE
+            self._park.append(ParkOrder(victim.query_id, mode, cause, for_query_id))
+            self._free_rows += 1
+            self._free_bytes += victim.reserved_bytes
+
+    def _hold_back(self, query: QueryView, reason: str, *, in_line: bool) -> None:
+        self.block(query, reason)
+        if not in_line:
+            return
+        need = needed_bytes(query)
+        lacks_bytes = need > 0 and need > self._open_bytes()
+        # What waits for a row or for chunk tokens alone, and holds nothing, leaves the bytes to others.
+        if lacks_bytes or query.phase is not Phase.WAITING:
+            self._earmarked_bytes += max(0, need)
+        if lacks_bytes:
+            self._closed_order = min(self._closed_order, query.class_order)
+
+    # Prefill
+
+    def _serve_prefill(self, query: QueryView, *, in_line: bool) -> None:
+        if self._chunk_tokens <= 0:
+            self._hold_back(query, "prefill", in_line=in_line)
+            return
+        rows = 0 if ends_with_prefill(query) else 1
+        room = self._room(query, rows=rows)
+        if room.reason is not None:
+            self._prefill_ahead(query, room.reason, in_line=in_line)
+            return
+        tokens, nbytes = self._next_chunk(query)
+        last = tokens == query.to_prefill_tokens
+        cause = self._cause(rows)
+        if nbytes > self._chunk_room_bytes:
+            # Chunks run before rows are taken: make room in this step, compute in the next.
+            self._take_rows(room.victims, cause, query.query_id)
+            self._earmarked_bytes += needed_bytes(query)
+            if not room.victims:
+                self.block(query, "kv_bytes")
+            return
+        self._add_chunk(query, tokens, nbytes)
+        if last:
+            self._take_rows(room.victims, cause, query.query_id)
+        if last and rows:
+            self._let_in(query)
+        else:  # A victim works on until the last chunk.
+            self._earmarked_bytes += needed_bytes(query)
+
+    def _prefill_ahead(self, query: QueryView, reason: str, *, in_line: bool) -> None:
+        """Compute the prompt of a query that gets no row yet, if few enough are ahead of it.
+
+        Prefilled queries of less urgent classes don't count: they must not keep an urgent one waiting.
+        """
+        need = needed_bytes(query)
+        ahead = sum(count for order, count in self._ready.items() if order <= query.class_order)
+        tokens, nbytes = self._next_chunk(query)
+        fits = need <= max(0, self._open_bytes()) and nbytes <= self._chunk_room_bytes
+        if ends_with_prefill(query) or ahead >= self._view.ready_limit or not fits:
+            self._hold_back(query, reason, in_line=in_line)
+            return
+        self._add_chunk(query, tokens, nbytes)
+        self._earmarked_bytes += need
+        if tokens == query.to_prefill_tokens:
+            self._ready[query.class_order] += 1
+
+    def _next_chunk(self, query: QueryView) -> tuple[int, int]:
+        """Tokens of the next chunk, and an upper bound of the bytes it writes."""
+        tokens = int(min(query.to_prefill_tokens, self._chunk_tokens))
+        return tokens, -(-max(0, needed_bytes(query)) * tokens // query.to_prefill_tokens)
+
+    def _add_chunk(self, query: QueryView, tokens: int, nbytes: int) -> None:
+        self._chunks.append(Chunk(query.query_id, tokens, last=tokens == query.to_prefill_tokens))
+        self._chunk_tokens -= tokens
+        self._chunk_room_bytes -= nbytes
+
+    # Run to completion
+
+    def _first_group(self, claims: Sequence[QueryView], *, idle: bool) -> list[QueryView]:
+        group: list[QueryView] = []
+        rows = self._view.rows
+        for query in claims:
+            if rows <= 0:
+                break
+            need = needed_bytes(query)
+            if need > 0 and need > self._open_bytes():
+                self.block(query, "kv_bytes")
+                if group or not idle:
+                    break
+                continue  # Nothing runs that could give bytes back: smaller ones must go first.
+            self._earmarked_bytes += max(0, need)
+            rows -= not ends_with_prefill(query)
+            group.append(query)
+        return group
+
+    def _prefill_for_group(self, query: QueryView) -> bool:
+        if query.to_prefill_tokens == 0:
+            return True
+        tokens, nbytes = self._next_chunk(query)
+        if tokens == 0:
+            return False
+        self._add_chunk(query, tokens, nbytes)
+        return tokens == query.to_prefill_tokens

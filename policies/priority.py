@@ -1,0 +1,62 @@
+"""Strict order of SLA classes, with ageing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batond.daemon.errors import ConfigError
+from batond.policies.base import Phase
+
+if TYPE_CHECKING:
+    from batond.policies.base import QueryView, Rank
+
+
+class Priority:
+    """The more urgent class runs first; a query without a row rises by one class every `ageing_s`.
+
+    Ageing moves a query forward in the line; it gives no right to take a row, and a running query does not
+    age: an urgent query can therefore always pre-empt by the classes as configured (BATON section on
+    pre-emption; ageing as in the classic multilevel queues).
+
+    Worst-case wait. Take a query of class order k that arrived at t. No fresh query that arrives at
+    t + k x ageing_s or later is ever sorted before it: with floor(x + k) = floor(x) + k, the newcomer's level
+    is never the smaller one, and the earlier arrival breaks the tie. So it heads the line of fresh queries
+    after at most
+
+        k x ageing_s + B / R    seconds,
+
+    where B is the number of tokens still to be computed for running, parked and waiting queries that arrived
+    before t + k x ageing_s, and R the tokens the rows compute in a second. Once it has a row it is parked at
+    most `PlannerLimits.max_parks` times, each time after at least `quantum_tokens` tokens, and stands in the
+    parked line of its level, ahead of every fresh query of its class.
+
+    Args:
+        ageing_s: Seconds without a row that are worth one class; infinity turns ageing off, and with it the
+            bound.
+
+    Raises:
+        ConfigError: `ageing_s` is not above 0.
+    """
+
+    name = "priority"
+
+    def __init__(self, ageing_s: float = 60.0) -> None:
+        if not ageing_s > 0:
+            raise ConfigError(f"ageing_s must be above 0, not {ageing_s}", field="ageing_s")
+        self.ageing_s = ageing_s
+
+    def rank(self, query: QueryView, now_s: float) -> Rank:
+        """Order by aged class, then arrival."""
+        level = query.class_order
+        if query.phase is not Phase.RUNNING:
+            # A clock that runs behind the arrival must not push a query back.
+            level -= int(max(0.0, now_s - query.arrival_s) // self.ageing_s)
+        return (level, query.arrival_s, query.seq)
+
+    def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:
+        """By configured class only: an aged query waits for a row that comes free."""
+        del now_s
+        return victim.preemptible and newcomer.class_order < victim.class_order
+
+    def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
+        """Nothing depends on tokens."""
