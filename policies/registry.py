@@ -38,7 +38,8 @@ def load_policy(name: str, **options: object) -> Policy:
         raise
     except Exception as error:
         raise ConfigError(
-            f"policy {name!r} ({point.value}) can't be loaded: {error!r}; known policies: {_known()}",
+            f"policy {name!r} ({point.value}) can't be loaded with options {options}: {error!r}; "
+            f"known policies: {_known()}",
             policy=name,
         ) from error
     _check(name, policy)
