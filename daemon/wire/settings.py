@@ -1,0 +1,50 @@
+"""What the engine process is told at its start: one JSON document, read once.
+
+Plain values only: the front resolved paths and sizes, and checked them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from batond.policies.classes import DEFAULT_CLASSES, SlaClass
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the engine process needs to start.
+
+    Attributes:
+        model_path: Local folder, or a `.gguf` file.
+        model_name: The served name, reported in Ready.
+        dtype: A torch dtype's name, or "auto".
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        rows: Rows of the batch.
+        batch: "auto", "padded" or "ring".
+        prefill: "decoupled" or "inline".
+        chunk_tokens: Prompt tokens computed between two decode steps; 0 is no bound.
+        max_query_tokens: Limit on prompt + max_tokens; 0 takes the model's own.
+        host_pool_bytes: Host RAM for parked KV; -1 lets the engine choose ("auto").
+        policy: Name of the policy.
+        quantum_tokens: Tokens decoded between an admission and the next park.
+        max_parks: Parks after which a query is not preemptible any more.
+        ready_limit: Prefilled queries kept ahead of free rows.
+        threads: CPU threads of torch; 0 keeps torch's choice.
+        classes: The SLA classes.
+    """
+
+    model_path: str
+    model_name: str
+    dtype: str = "auto"
+    device: str = "auto"
+    rows: int = 8
+    batch: str = "auto"
+    prefill: str = "decoupled"
+    chunk_tokens: int = 256
+    max_query_tokens: int = 0
+    host_pool_bytes: int = -1
+    policy: str = "priority"
+    quantum_tokens: int = 16
+    max_parks: int = 8
+    ready_limit: int = 1
+    threads: int = 0
+    classes: tuple[SlaClass, ...] = DEFAULT_CLASSES
