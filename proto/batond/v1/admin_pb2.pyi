@@ -1,0 +1,235 @@
+import datetime
+
+from batond.v1 import types_pb2 as _types_pb2
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SERVER_STATE_UNSPECIFIED: _ClassVar[ServerState]
+    SERVER_STATE_LOADING: _ClassVar[ServerState]
+    SERVER_STATE_READY: _ClassVar[ServerState]
+    SERVER_STATE_DRAINING: _ClassVar[ServerState]
+    SERVER_STATE_DEGRADED: _ClassVar[ServerState]
+
+class QueryState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    QUERY_STATE_UNSPECIFIED: _ClassVar[QueryState]
+    QUERY_STATE_WAITING: _ClassVar[QueryState]
+    QUERY_STATE_PREFILLING: _ClassVar[QueryState]
+    QUERY_STATE_READY: _ClassVar[QueryState]
+    QUERY_STATE_RUNNING: _ClassVar[QueryState]
+    QUERY_STATE_PARKED: _ClassVar[QueryState]
+SERVER_STATE_UNSPECIFIED: ServerState
+SERVER_STATE_LOADING: ServerState
+SERVER_STATE_READY: ServerState
+SERVER_STATE_DRAINING: ServerState
+SERVER_STATE_DEGRADED: ServerState
+QUERY_STATE_UNSPECIFIED: QueryState
+QUERY_STATE_WAITING: QueryState
+QUERY_STATE_PREFILLING: QueryState
+QUERY_STATE_READY: QueryState
+QUERY_STATE_RUNNING: QueryState
+QUERY_STATE_PARKED: QueryState
+
+class SlaClass(_message.Message):
+    __slots__ = ("name", "order", "preemptible")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIBLE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    order: int
+    preemptible: bool
+    def __init__(self, name: _Optional[str] = ..., order: _Optional[int] = ..., preemptible: bool = ...) -> None: ...
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("version", "library_versions", "state", "state_message", "model", "device", "rows", "max_query_tokens", "vocab_size", "eos_token_ids", "batch_kind", "batch_reason", "preemption_mode", "policy", "sla_classes", "default_sla_class", "kv_bytes_per_token", "host_pool_bytes", "max_message_bytes", "start_time", "uptime", "tenant")
+    class LibraryVersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LIBRARY_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    STATE_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_KIND_FIELD_NUMBER: _ClassVar[int]
+    BATCH_REASON_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTION_MODE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    SLA_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SLA_CLASS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HOST_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    library_versions: _containers.ScalarMap[str, str]
+    state: ServerState
+    state_message: str
+    model: str
+    device: str
+    rows: int
+    max_query_tokens: int
+    vocab_size: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    batch_kind: str
+    batch_reason: str
+    preemption_mode: str
+    policy: str
+    sla_classes: _containers.RepeatedCompositeFieldContainer[SlaClass]
+    default_sla_class: str
+    kv_bytes_per_token: int
+    host_pool_bytes: int
+    max_message_bytes: int
+    start_time: _timestamp_pb2.Timestamp
+    uptime: _duration_pb2.Duration
+    tenant: str
+    def __init__(self, version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[ServerState, str]] = ..., state_message: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., batch_kind: _Optional[str] = ..., batch_reason: _Optional[str] = ..., preemption_mode: _Optional[str] = ..., policy: _Optional[str] = ..., sla_classes: _Optional[_Iterable[_Union[SlaClass, _Mapping]]] = ..., default_sla_class: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., host_pool_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class WatchBatchRequest(_message.Message):
+    __slots__ = ("min_interval",)
+    MIN_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    min_interval: _duration_pb2.Duration
+    def __init__(self, min_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class WatchBatchResponse(_message.Message):
+    __slots__ = ("snapshot",)
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    snapshot: BatchSnapshot
+    def __init__(self, snapshot: _Optional[_Union[BatchSnapshot, _Mapping]] = ...) -> None: ...
+
+class RowSnapshot(_message.Message):
+    __slots__ = ("row", "job_id", "tenant", "sla_class", "cached_tokens", "output_tokens", "max_tokens")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SLA_CLASS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    job_id: str
+    tenant: str
+    sla_class: str
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int
+    def __init__(self, row: _Optional[int] = ..., job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sla_class: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class QuerySnapshot(_message.Message):
+    __slots__ = ("job_id", "tenant", "sla_class", "state", "prompt_tokens", "prefilled_tokens", "output_tokens", "parks", "parked_bytes", "held", "max_tokens")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SLA_CLASS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARKS_FIELD_NUMBER: _ClassVar[int]
+    PARKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    tenant: str
+    sla_class: str
+    state: QueryState
+    prompt_tokens: int
+    prefilled_tokens: int
+    output_tokens: int
+    parks: int
+    parked_bytes: int
+    held: bool
+    max_tokens: int
+    def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sla_class: _Optional[str] = ..., state: _Optional[_Union[QueryState, str]] = ..., prompt_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., parks: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., held: bool = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class BatchSnapshot(_message.Message):
+    __slots__ = ("step", "time", "rows", "queries", "columns", "host_pool_used_bytes", "host_pool_bytes", "queued_jobs", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    HOST_POOL_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_JOBS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    time: _timestamp_pb2.Timestamp
+    rows: _containers.RepeatedCompositeFieldContainer[RowSnapshot]
+    queries: _containers.RepeatedCompositeFieldContainer[QuerySnapshot]
+    columns: int
+    host_pool_used_bytes: int
+    host_pool_bytes: int
+    queued_jobs: int
+    counters: _containers.ScalarMap[str, float]
+    def __init__(self, step: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[RowSnapshot, _Mapping]]] = ..., queries: _Optional[_Iterable[_Union[QuerySnapshot, _Mapping]]] = ..., columns: _Optional[int] = ..., host_pool_used_bytes: _Optional[int] = ..., host_pool_bytes: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class ParkJobRequest(_message.Message):
+    __slots__ = ("job_id", "tenant")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    tenant: str
+    def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class ParkJobResponse(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: _types_pb2.Job
+    def __init__(self, job: _Optional[_Union[_types_pb2.Job, _Mapping]] = ...) -> None: ...
+
+class ResumeJobRequest(_message.Message):
+    __slots__ = ("job_id", "tenant")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    tenant: str
+    def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class ResumeJobResponse(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: _types_pb2.Job
+    def __init__(self, job: _Optional[_Union[_types_pb2.Job, _Mapping]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout",)
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    timeout: _duration_pb2.Duration
+    def __init__(self, timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("running_jobs",)
+    RUNNING_JOBS_FIELD_NUMBER: _ClassVar[int]
+    running_jobs: int
+    def __init__(self, running_jobs: _Optional[int] = ...) -> None: ...
