@@ -1,4 +1,4 @@
-"""Generates the protobuf modules beside the .proto files, or checks that the committed ones are what it would make.
+"""Generates the protobuf modules beside the .proto files, or checks that the committed ones are up to date.
 
     python proto/generate.py           write the modules
     python proto/generate.py --check   exit 1 and say what differs, without writing anything
@@ -53,7 +53,7 @@ def differences(proto_root: Path) -> list[str]:
     """Compares the modules below `proto_root` with freshly generated ones.
 
     Returns:
-        A line for each missing or left-over file, and the head of a diff for each that differs; empty if all match.
+        A line for each missing or left-over file and the head of a diff for each that differs.
     """
     with tempfile.TemporaryDirectory() as folder:
         fresh_root = Path(folder)
