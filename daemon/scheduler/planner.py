@@ -57,9 +57,9 @@ class Planner:
             draft.serve_group(claims, idle=not running)
         else:
             draft = self._walk(view, running, claims)
-        for query in view.queries:
-            if query.held and query.phase is not Phase.RUNNING:
-                draft.block(query, "held")
+        held = [query for query in view.queries if query.held and query.phase is not Phase.RUNNING]
+        for query in sorted(held, key=lambda query: query.seq):
+            draft.block(query, "held")
         return draft.finish()
 
     def _walk(self, view: BatchView, running: list[QueryView], claims: list[QueryView]) -> Draft:
