@@ -1,0 +1,142 @@
+"""Prometheus metrics of the front, and those of the engine that its snapshots carry.
+
+Labels are bounded: classes, tenants and causes come from the configuration or from code, never from requests.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from batond.daemon.wire.messages import QueryState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from prometheus_client import Metric
+
+    from batond.daemon.wire.messages import Snapshot
+
+MAX_TENANT_LABELS: Final = 200
+OTHER_TENANT: Final = "other"
+_LATENCY_BUCKETS_S: Final = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
+    *(5.0, 10.0, 30.0, 60.0, 300.0, float("inf")),
+)
+
+
+class Metrics:
+    """All metrics of one daemon, in a registry of their own.
+
+    Args:
+        tenants: Names of the configured tenants; what exceeds `MAX_TENANT_LABELS` is counted as "other".
+    """
+
+    def __init__(self, tenants: Collection[str] = ()) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._tenants = frozenset(sorted(tenants)[:MAX_TENANT_LABELS])
+        self._close: Callable[[], None] | None = None
+        job = ("tenant", "sla_class")
+        self.jobs_submitted = Counter("batond_jobs_submitted", "Jobs accepted.", job, registry=registry)
+        self.jobs_ended = Counter(
+            "batond_jobs_ended", "Jobs that ended, by outcome.", (*job, "outcome"), registry=registry
+        )
+        self.tokens = Counter(
+            "batond_tokens", "Tokens of ended jobs: prompt or output.", ("tenant", "kind"), registry=registry
+        )
+        self.rpcs = Counter(
+            "batond_rpcs_refused", "Calls answered with an error.", ("method", "code"), registry=registry
+        )
+        self.first_token = Histogram(
+            "batond_time_to_first_token_seconds",
+            "Claim to first token.",
+            ("sla_class",),
+            registry=registry,
+            buckets=_LATENCY_BUCKETS_S,
+        )
+        self.queue_wait = Histogram(
+            "batond_queue_wait_seconds",
+            "Submission to claim.",
+            ("sla_class",),
+            registry=registry,
+            buckets=_LATENCY_BUCKETS_S,
+        )
+        self.preemptions = Counter(
+            "batond_preemptions", "Queries that lost their row.", ("cause", "mode"), registry=registry
+        )
+        self.commit = Histogram(
+            "batond_commit_seconds",
+            "One commit of a step to Redis.",
+            registry=registry,
+            buckets=_LATENCY_BUCKETS_S,
+        )
+        self.commits_refused = Counter(
+            "batond_commits_refused", "Jobs whose lease was lost; their work was dropped.", registry=registry
+        )
+        self.engine_restarts = Counter(
+            "batond_engine_restarts", "Engine processes that died and were replaced.", registry=registry
+        )
+        self.engine_up = Gauge("batond_engine_up", "1 while the engine takes queries.", registry=registry)
+        self.redis_up = Gauge("batond_redis_up", "1 while Redis answers.", registry=registry)
+        self.queued_jobs = Gauge("batond_queued_jobs", "Jobs waiting in Redis.", registry=registry)
+        self.claimed_jobs = Gauge("batond_claimed_jobs", "Jobs this daemon holds.", registry=registry)
+        self.unsaved_steps = Gauge("batond_unsaved_steps", "Steps not yet in Redis.", registry=registry)
+        self.open_streams = Gauge("batond_open_streams", "Streams to clients.", registry=registry)
+        self.engine = EngineCollector()
+        registry.register(self.engine)
+
+    def tenant(self, name: str) -> str:
+        """The label for a tenant."""
+        return name if name in self._tenants else OTHER_TENANT
+
+    def serve(self, host: str, port: int) -> int:
+        """Answer scrapes over HTTP on a thread; returns the port, which differs if 0 was asked.
+
+        Raises:
+            OSError: The address is taken.
+        """
+        server, thread = start_http_server(port, host, self.registry)
+
+        def close() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        self._close = close
+        return int(server.server_port)
+
+    def close(self) -> None:
+        """Stop answering scrapes."""
+        if self._close is not None:
+            self._close()
+            self._close = None
+
+
+class EngineCollector(Collector):
+    """Shows the engine's latest snapshot. Its counters restart with the engine, which Prometheus expects."""
+
+    def __init__(self) -> None:
+        self.snapshot: Snapshot | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the latest snapshot, if there was one."""
+        shot = self.snapshot
+        if shot is None:
+            return
+        busy = sum(1 for row in shot.rows if row.query_id)
+        yield GaugeMetricFamily("batond_rows", "Rows of the batch.", len(shot.rows))
+        yield GaugeMetricFamily("batond_rows_busy", "Rows with a query.", busy)
+        states = GaugeMetricFamily("batond_queries", "Queries without a row, by state.", labels=["state"])
+        for state in (QueryState.WAITING, QueryState.PREFILLING, QueryState.READY, QueryState.PARKED):
+            states.add_metric([state], sum(1 for query in shot.queries if query.state is state))
+        yield states
+        yield GaugeMetricFamily("batond_columns", "Length of the batch's time axis.", shot.columns)
+        yield GaugeMetricFamily("batond_host_pool_bytes", "Host RAM for parked KV.", shot.host_pool_bytes)
+        yield GaugeMetricFamily("batond_host_pool_used_bytes", "Used part of it.", shot.host_pool_used_bytes)
+        for name, value in sorted(shot.counters.items()):
+            yield CounterMetricFamily(
+                f"batond_engine_{name}", "Counted by the engine since its start.", value
+            )
