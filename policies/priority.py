@@ -47,10 +47,10 @@ class Priority:
 
     def rank(self, query: QueryView, now_s: float) -> Rank:
         """Order by aged class, then arrival."""
-        level = query.class_order
-        if query.phase is not Phase.RUNNING:
-            # A clock that runs behind the arrival must not push a query back.
-            level -= int(max(0.0, now_s - query.arrival_s) // self.ageing_s)
+        level: float = query.class_order
+        # A clock that runs behind the arrival must not push a query back.
+        if query.phase is not Phase.RUNNING and now_s > query.arrival_s:
+            level -= (now_s - query.arrival_s) // self.ageing_s
         return (level, query.arrival_s, query.seq)
 
     def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from batond.policies.base import Phase
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from batond.policies.base import Policy, QueryView
+    from batond.policies.base import Policy, QueryView, Rank
 
 
 def order_claims(queries: Iterable[QueryView], policy: Policy, now_s: float) -> list[QueryView]:
@@ -25,18 +26,22 @@ def order_claims(queries: Iterable[QueryView], policy: Policy, now_s: float) -> 
         policy: Gives the ranks.
         now_s: Same clock as the arrivals.
     """
-    ranked = [(policy.rank(query, now_s), query) for query in queries]
-    fresh_level: dict[int, float] = {}
-    for rank, query in ranked:
-        if not in_parked_line(query):
-            known = fresh_level.get(query.class_order)
-            fresh_level[query.class_order] = rank[0] if known is None else min(known, rank[0])
-    keyed = []
-    for rank, query in ranked:
-        level, parked = rank[0], in_parked_line(query)
-        if parked:
-            level = min(level, fresh_level.get(query.class_order, level))
-        keyed.append(((level, not parked, query.park_seq if parked else 0, rank[1:], query.seq), query))
+    keyed: list[tuple[Rank, QueryView]] = []
+    parked: list[tuple[Rank, QueryView]] = []
+    best: dict[int, float] = {}  # Level of the most urgent fresh query, by class order.
+    rank_of = policy.rank
+    for query in queries:
+        rank = rank_of(query, now_s)
+        if in_parked_line(query):
+            parked.append((rank, query))
+            continue
+        level, order = rank[0], query.class_order
+        if level < best.get(order, math.inf):
+            best[order] = level
+        keyed.append(((level, 1, 0, *rank[1:], query.seq), query))
+    for rank, query in parked:
+        level = min(rank[0], best.get(query.class_order, math.inf))
+        keyed.append(((level, 0, query.park_seq, *rank[1:], query.seq), query))
     keyed.sort(key=itemgetter(0))
     return [query for _, query in keyed]
 

@@ -56,6 +56,7 @@ class Draft:
         self._chunk_tokens = math.inf if view.chunk_tokens is None else view.chunk_tokens
         self._ready = Counter(query.class_order for query in claims if query.phase is Phase.READY)
         self._closed_order: float = math.inf
+        self._stuck_orders: set[int] = set()
         self._chunks: list[Chunk] = []
         self._park: list[ParkOrder] = []
         self._resume: list[str] = []
@@ -84,6 +85,8 @@ class Draft:
             query: The next claim in order.
             in_line: Whether bytes stay reserved for it if it lacks some.
         """
+        if query.phase is Phase.WAITING and self._stuck(query):
+            return
         if query.to_prefill_tokens > 0:
             self._serve_prefill(query, in_line=in_line)
         else:
@@ -110,6 +113,18 @@ class Draft:
         """Note why a claim got nothing."""
         if len(self._blocked) < MAX_BLOCKED:
             self._blocked[query.query_id] = reason
+
+    def _stuck(self, query: QueryView) -> bool:
+        """Whether a fresh query far back in the line is bound to get nothing: a short cut for long lines.
+
+        Such a query holds nothing, so nothing has to be kept for it either; it gets no reason, for reasons
+        are given for the head of the line only.
+        """
+        if len(self._blocked) < MAX_BLOCKED:
+            return False
+        if self._chunk_tokens <= 0:
+            return True
+        return self._free_rows <= 0 and query.class_order in self._stuck_orders and query.max_tokens > 1
 
     # Rows
 
@@ -210,6 +225,8 @@ class Draft:
         fits = need <= max(0, self._open_bytes()) and nbytes <= self._chunk_room_bytes
         if ends_with_prefill(query) or ahead >= self._view.ready_limit or not fits:
             self._hold_back(query, reason, in_line=in_line)
+            if query.phase is Phase.WAITING and (ahead >= self._view.ready_limit or not fits):
+                self._stuck_orders.add(query.class_order)
             return
         self._add_chunk(query, tokens, nbytes)
         self._earmarked_bytes += need
