@@ -1,0 +1,146 @@
+"""What the store keeps of every slice: its state, its bytes, the copies that touch them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batond.offload.errors import OffloadStateError
+
+if TYPE_CHECKING:
+    from batond.offload.copies import Transfer
+    from batond.offload.header import SliceHeader
+    from batond.offload.pool import Reservation
+    from batond.offload.slice import KVSlice
+
+
+class SliceState(enum.Enum):
+    """Where the host copy of a slice stands."""
+
+    STORING = "storing"  # Being written; the source is the good copy.
+    PARKED = "parked"  # The only good copy.
+    LOADING = "loading"  # Being read; still the only good copy.
+    LOADED = "loaded"  # A good copy beside the one on the device.
+    CORRUPT = "corrupt"  # Not a copy of anything; waits to be discarded.
+    GONE = "gone"
+
+
+MOVES = {
+    SliceState.STORING: {SliceState.PARKED, SliceState.GONE},
+    SliceState.PARKED: {SliceState.LOADING, SliceState.GONE},
+    SliceState.LOADING: {SliceState.LOADED, SliceState.PARKED, SliceState.CORRUPT, SliceState.GONE},
+    SliceState.LOADED: {SliceState.LOADING, SliceState.GONE},
+    SliceState.CORRUPT: {SliceState.GONE},
+    SliceState.GONE: set(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedSlice:
+    """A host copy that is complete.
+
+    Attributes:
+        header: Whose, how many tokens, which layout.
+        checksum: XXH3 over header and body.
+    """
+
+    header: SliceHeader
+    checksum: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes in the pool."""
+        return self.header.body_bytes
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counters since start.
+
+    Attributes:
+        stores: Slices parked.
+        loads: Slices brought back.
+        late_completions: Copies that ended after their slice was forgotten or aborted.
+        corruptions: Slices that failed verification.
+        aborted: Tickets taken back.
+        failures: Copies that did not happen.
+        bytes_out: Copied to host by completed stores.
+        bytes_in: Copied to device by completed loads.
+    """
+
+    stores: int = 0
+    loads: int = 0
+    late_completions: int = 0
+    corruptions: int = 0
+    aborted: int = 0
+    failures: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One slice of the store, from its first copy until its bytes are given back. Internal to the store.
+
+    Attributes:
+        header: Whose, how many tokens, which layout.
+        reservation: Its bytes.
+        state: Changed by `move` only.
+        sealed: Encoded header with checksum; empty until the store is finished.
+        parked: What the sealed header must say; None until the store is finished.
+        ticket: The copy under way, if any.
+        transfers: All copies that may still touch the bytes, those of aborted tickets included.
+    """
+
+    header: SliceHeader
+    reservation: Reservation
+    state: SliceState = SliceState.STORING
+    sealed: bytearray = field(default_factory=bytearray)
+    parked: ParkedSlice | None = None
+    ticket: Ticket | None = None
+    transfers: list[Transfer] = field(default_factory=list)
+
+    def move(self, state: SliceState) -> None:
+        """Change the state: the one door."""
+        if state not in MOVES[self.state]:
+            raise OffloadStateError(
+                f"the slice of {self.header.owner_id} is {self.state.value}, it can't become {state.value}",
+                owner_id=self.header.owner_id,
+                state=self.state.value,
+            )
+        self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A copy under way; goes into one `finish_*` or `abort`.
+
+    Attributes:
+        owner_id: The query.
+        kv: The device side: source of a store, target of a load. Not to be touched before the finish.
+        entry: Internal to the store, as the rest.
+    """
+
+    owner_id: str
+    kv: KVSlice
+    entry: Entry
+    transfer: Transfer
+    forgotten: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy is over, so that the finish won't wait for it."""
+        return self.transfer.done()
+
+
+class StoreTicket(Ticket):
+    """A copy to host under way."""
+
+    __slots__ = ()
+
+
+class LoadTicket(Ticket):
+    """A copy to device under way."""
+
+    __slots__ = ()
