@@ -1,0 +1,57 @@
+"""`python -m batond.bench`: the measurements."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from batond.bench import engine as engine_bench
+from batond.bench import models, workloads
+from batond.daemon.errors import BatondError
+
+app = typer.Typer(
+    help="Measurements of batond.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Measurements of batond."""
+
+
+@app.command("engine")
+def engine_command(
+    workload: Annotated[str, typer.Option(help=f"One of: {', '.join(workloads.WORKLOADS)}.")] = "short",
+    model: Annotated[str, typer.Option(help='"tiny" (random), "small" (SmolLM2-135M), or a path.')] = "tiny",
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "2,4,6,8,10",
+    output: Annotated[Path | None, typer.Option(help="Also write the results as JSON lines.")] = None,
+) -> None:
+    """Run the same queries as run_to_completion, pd, inline and decoupled; print times, steps and ratios."""
+    console = Console()
+    if workload not in workloads.WORKLOADS:
+        raise typer.BadParameter(f"{workload!r} is not one of {', '.join(workloads.WORKLOADS)}")
+    sizes = [int(size) for size in batch.split(",")]
+    with console.status(f"loading {model}"):
+        loaded = models.load(model)
+    requests = workloads.WORKLOADS[workload](loaded.vocab_size)
+    results = engine_bench.run_all(loaded, requests, sizes, console)
+    console.print(engine_bench.report(results, requests))
+    if output is not None:
+        output.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+
+
+def main() -> None:
+    """Entry point; errors of batond are one line."""
+    try:
+        app()
+    except BatondError as error:
+        raise SystemExit(f"batond.bench: {error.message}") from error
+
+
+if __name__ == "__main__":
+    main()

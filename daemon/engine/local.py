@@ -1,0 +1,507 @@
+"""The engine: one step at a time, in one process.
+
+`LocalEngine` is the whole engine without daemon, Redis or gRPC; the daemon's engine process wraps the same
+object (`process.py`). It is single-threaded: call it from one thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from batond.daemon.engine.build import choose_batch, probe_layout
+from batond.daemon.engine.model import CausalModel, load_model
+from batond.daemon.engine.padded import PaddedBatch
+from batond.daemon.engine.params import SamplingParams
+from batond.daemon.engine.query import Query
+from batond.daemon.engine.residency import Residency
+from batond.daemon.engine.sampling import Draw, sample
+from batond.daemon.engine.text import TextStream
+from batond.daemon.engine.view import batch_view, query_view, snapshot
+from batond.daemon.errors import (
+    ConfigError,
+    InvalidRequestError,
+    RequestTooLargeError,
+    StateError,
+    UnsupportedModelError,
+)
+from batond.daemon.scheduler.plan import Gate, ParkMode
+from batond.daemon.scheduler.planner import Planner, PlannerLimits
+from batond.daemon.wire.messages import (
+    Finished,
+    FinishReason,
+    Preempted,
+    QueryFailed,
+    QueryState,
+    Resumed,
+    Started,
+    Tokens,
+)
+from batond.offload.copies import InlineCopier
+from batond.offload.pool import HostPool
+from batond.offload.store import ParkedStore
+from batond.policies.classes import SlaClasses
+from batond.policies.registry import load_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from batond.daemon.scheduler.plan import Chunk, ParkOrder, Plan
+    from batond.daemon.wire.messages import QueryEvent, Snapshot
+    from batond.policies.base import Policy
+
+DEFAULT_CHUNK_TOKENS = 256
+STALLED_STEPS = 64  # A legal plan always moves something; this many empty steps in a row are a defect.
+
+
+class LocalEngine:
+    """Serves many queries in one batch; parks and resumes them without changing their tokens.
+
+    Args:
+        model: A Hugging Face causal model, a `CausalModel`, or the path of one.
+        tokenizer: A Hugging Face or `tokenizers` tokenizer; without one there is no text and no stop string.
+        rows: Rows of the batch.
+        batch: "auto", "padded" or "ring".
+        device: Where the model runs.
+        policy: Name of a registered policy, or a policy.
+        host_pool_bytes: Host RAM for parked queries.
+        prefill: "decoupled" (vector embedding) or "inline" (vector shaping).
+        gate: When rows are given out; `Gate.BATCH` is run-to-completion, for comparison.
+        chunk_tokens: Most prompt tokens computed between two decode steps; None is no bound.
+        ready_limit: Prefilled queries kept ahead of free rows.
+        max_query_tokens: Most prompt + output tokens of a query; None takes the model's context.
+        kv_budget_bytes: Bytes of KV the batch may hold; None is no bound.
+        classes: SLA classes; None takes the defaults.
+        limits: Quantum and park cap; None takes the defaults.
+        poison: Fill given-back host memory with NaN patterns (tests).
+
+    Attributes:
+        batch_kind: "padded" or "ring".
+        batch_reason: Why.
+        preemption_mode: "offload" or "recompute".
+        queries: Live queries by id.
+        counters: Monotonic counts since the start.
+        on_event: Called with every event, in order; None drops them.
+
+    Raises:
+        UnsupportedModelError: The model can't be served exactly; the message says why.
+        ConfigError: An argument has no meaning here.
+    """
+
+    def __init__(  # noqa: PLR0917 - the order of the first seven is public
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        rows: int = 4,
+        batch: str = "auto",
+        device: str = "cpu",
+        policy: str | Policy = "priority",
+        host_pool_bytes: int = 1 << 28,
+        *,
+        prefill: str = "decoupled",
+        gate: Gate = Gate.ITERATION,
+        chunk_tokens: int | None = DEFAULT_CHUNK_TOKENS,
+        ready_limit: int = 1,
+        max_query_tokens: int | None = None,
+        kv_budget_bytes: int | None = None,
+        classes: SlaClasses | None = None,
+        limits: PlannerLimits | None = None,
+        poison: bool = False,
+    ) -> None:
+        _check_arguments(rows=rows, prefill=prefill, chunk_tokens=chunk_tokens)
+        if isinstance(model, (str, bytes)) or hasattr(model, "__fspath__"):
+            model, loaded = load_model(model, device=device)
+            tokenizer = loaded if tokenizer is None else tokenizer
+        self.model = model if isinstance(model, CausalModel) else CausalModel(model, device)
+        self.rows = rows
+        context = self.model.max_context_tokens
+        self.max_query_tokens = min(max_query_tokens or context, context)
+        self._inline = prefill == "inline"
+        self._gate = gate
+        self._chunk_tokens = None if self._inline else chunk_tokens
+        self._ready_limit = 0 if self._inline else ready_limit
+        self._kv_budget_bytes = kv_budget_bytes
+        self.classes = classes or SlaClasses()
+        layout = probe_layout(self.model)
+        if self._inline and (layout.state_slots or self.model.has_windows):
+            raise UnsupportedModelError(
+                "inline prefill leaves gaps that sliding windows or recurrent state count"
+            )
+        chosen, self.batch_reason = choose_batch(batch, self.model, rows, layout)
+        self.batch_kind = chosen.kind
+        self.preemption_mode = "offload"
+        store = ParkedStore(HostPool(host_pool_bytes), InlineCopier(), poison=poison)
+        self.residency = Residency(chosen, lambda: PaddedBatch(self.model, 1, layout), store)
+        self.planner = Planner(
+            load_policy(policy) if isinstance(policy, str) else policy, limits or PlannerLimits()
+        )
+        self.queries: dict[str, Query] = {}
+        self.counters: Counter[str] = Counter()
+        self.on_event: Callable[[QueryEvent], None] | None = None
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._arrivals = itertools.count(1)
+        self._parks = itertools.count(1)
+        self._stalled_steps = 0
+
+    # -- what callers do ------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        sla_class: str = "standard",
+        tenant: str = "default",
+        seed: int | None = None,
+        query_id: str | None = None,
+        waited_s: float = 0.0,
+        emitted_token_ids: Sequence[int] = (),
+    ) -> Query:
+        """Take a query; it runs in the steps that follow.
+
+        Args:
+            prompt_token_ids: At least one token id of the vocabulary.
+            sampling: None is greedy with defaults.
+            sla_class: Name of its class.
+            tenant: Who pays.
+            seed: Of its noise; None draws one.
+            query_id: Unique name; None makes one.
+            waited_s: Time it already waited elsewhere.
+            emitted_token_ids: Tokens it produced elsewhere before; it continues after them.
+
+        Raises:
+            InvalidRequestError: Empty prompt, unknown token id or class, taken id, or stop strings without
+                a tokenizer.
+            RequestTooLargeError: Prompt + max_tokens is over `max_query_tokens`.
+        """
+        sampling = sampling or SamplingParams()
+        prompt = self._checked_prompt(prompt_token_ids, sampling)
+        seq = next(self._arrivals)
+        query = Query(
+            query_id=f"q{seq}" if query_id is None else query_id,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            sla_class=self.classes.get(sla_class),
+            tenant=tenant,
+            seed=secrets.randbits(63) if seed is None else seed,
+            seq=seq,
+            arrival_s=time.monotonic() - waited_s,
+        )
+        if query.query_id in self.queries:
+            raise InvalidRequestError(f"query id {query.query_id} is taken", query_id=query.query_id)
+        if self._tokenizer is not None:
+            query.text = TextStream(self._tokenizer, sampling.stop)
+        self.queries[query.query_id] = query
+        self._replay(query, emitted_token_ids)
+        return query
+
+    def park(self, query: Query) -> None:
+        """Park a query by hand and hold it until `resume` or `run_until_idle`.
+
+        Raises:
+            StateError: It is parked already, or has ended.
+        """
+        if query.state is QueryState.PARKED or not query.live:
+            raise StateError(
+                f"query {query.query_id} is {query.state}: only one that waits or runs can be parked",
+                query_id=query.query_id,
+                state=query.state,
+            )
+        query.held = True
+        self._park(query, ParkMode.OFFLOAD, cause="manual")
+
+    def resume(self, query: Query) -> None:
+        """Let a parked query compete for a row again.
+
+        Raises:
+            StateError: It is not parked.
+        """
+        if query.state is not QueryState.PARKED:
+            raise StateError(
+                f"query {query.query_id} is {query.state}: only a parked one can be resumed",
+                query_id=query.query_id,
+                state=query.state,
+            )
+        query.held = False
+
+    def cancel(self, query: Query) -> bool:
+        """End a query now; returns whether it was still alive."""
+        if not query.live:
+            return False
+        self._end(query, QueryState.CANCELLED, FinishReason.CANCELLED)
+        return True
+
+    def forget(self, query: Query) -> None:
+        """Drop a live query without an event: its job goes on elsewhere."""
+        if query.live:
+            query.transition(QueryState.CANCELLED)
+            self._drop(query)
+
+    def run_until_idle(self) -> None:
+        """Resume everything held by hand, then step until every query has ended."""
+        for query in self.queries.values():
+            query.held = False
+        while self.queries:
+            self.step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step could move any query."""
+        return any(not query.held for query in self.queries.values())
+
+    def snapshot(self) -> Snapshot:
+        """The batch as it stands."""
+        return snapshot(self.counters["steps"], self.queries.values(), self.residency, self.counters)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the engine's books contradict each other."""
+        self.residency.check_integrity()
+        for query in self.queries.values():
+            if (query.state is QueryState.RUNNING) != (query.row is not None):
+                raise AssertionError(f"query {query.query_id} is {query.state} in row {query.row}")
+        if not self.queries and self.residency.store.pool.used_bytes:
+            raise AssertionError(f"{self.residency.store.pool.used_bytes} bytes parked for nobody")
+
+    # -- one step -------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Plan, prefill, park, place, decode; returns whether anything moved."""
+        self.counters["steps"] += 1
+        plan = self._plan()
+        self._prefill(plan.chunks)
+        self._take_rows(plan.park)
+        self._give_rows((*plan.resume, *plan.admit))
+        decoded = self._decode()
+        return self._note_progress(plan, moved=decoded or not plan.empty)
+
+    def _plan(self) -> Plan:
+        """Ask the planner; nothing changes."""
+        view = batch_view(
+            self.queries.values(),
+            self.residency,
+            now_s=time.monotonic(),
+            rows=self.rows,
+            chunk_tokens=self._chunk_tokens,
+            ready_limit=self._ready_limit,
+            kv_budget_bytes=self._kv_budget_bytes,
+            gate=self._gate,
+            inline=self._inline,
+        )
+        return self.planner.plan(view)
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Compute the planned parts of prompts, apart from the batch."""
+        for chunk in chunks:
+            query = self.queries[chunk.query_id]
+            if query.state is QueryState.WAITING:
+                query.transition(QueryState.PREFILLING)
+            try:
+                logits = self._run_chunk(query, chunk.tokens)
+            except (RuntimeError, ValueError, IndexError) as error:
+                self._fail(query, error)
+                continue
+            if not query.to_prefill_tokens:
+                self._finish_prefill(query, logits)
+
+    def _take_rows(self, orders: Sequence[ParkOrder]) -> None:
+        """Park the planned victims."""
+        for order in orders:
+            query = self.queries[order.query_id]
+            query.planner_parks += 1
+            self._park(query, order.mode, cause=order.cause, for_query_id=order.for_query_id)
+
+    def _give_rows(self, query_ids: Sequence[str]) -> None:
+        """Place the planned queries, but those that ended with their first token or lost a damaged copy."""
+        for query_id in query_ids:
+            query = self.queries.get(query_id)
+            if query is not None and (self._inline or not query.to_prefill_tokens):
+                self._place(query)
+
+    def _decode(self) -> bool:
+        """One more token for every occupied row."""
+        occupied = self.residency.occupied
+        if not occupied:
+            return False
+        lengths = self.residency.batch.lengths
+        inputs = {row: query.uncached_token_ids(lengths[row]) for row, query in occupied}
+        for row, query in occupied:
+            if not lengths[row]:  # Inline: this step prefills the newcomer (vector shaping).
+                self._count_prefill(query, 0, len(inputs[row]))
+        logits = self.residency.batch.step(inputs)
+        self._count_decode(idle=self.rows - len(occupied), waiting=len(self.queries) > len(occupied))
+        draws = [_draw(query) for _, query in occupied]
+        tokens = sample(logits[[row for row, _ in occupied]], draws)
+        for (_, query), token in zip(occupied, tokens, strict=True):
+            query.since_admission_tokens += 1
+            self.planner.policy.on_tokens(query_view(query, self.residency.batch.layout), 0, 1)
+            self._append(query, token)
+        return True
+
+    # -- the pieces -----------------------------------------------------------------------------------
+
+    def _run_chunk(self, query: Query, count: int) -> torch.Tensor:
+        """Compute the next `count` tokens of a prompt (and of replayed output); logits after the last."""
+        prefill = self.residency.prefill_of(query)
+        first = prefill.done_tokens
+        logits = prefill.run(query.to_cache_token_ids[first : first + count])
+        self._count_prefill(query, first, count)
+        return logits
+
+    def _finish_prefill(self, query: Query, logits: torch.Tensor) -> None:
+        """The whole prompt is there: keep its slice; a new query gets its first token."""
+        query.kv, query.prefill = self.residency.prefill_of(query).slice(), None
+        if query.state is QueryState.PREFILLING:
+            query.transition(QueryState.READY)
+        if not query.output_token_ids:
+            self._append(query, sample(logits[None], [_draw(query)])[0])
+
+    def _place(self, query: Query) -> None:
+        """Give the query a row."""
+        row = self.residency.place(query)
+        if row is None:
+            self.counters["corrupt_slices"] += 1
+            return
+        back = query.state is QueryState.PARKED
+        query.transition(QueryState.RUNNING)
+        query.park_seq = query.since_admission_tokens = 0
+        if not query.started:
+            query.started = True
+            self._emit(Started(query_id=query.query_id, row=row))
+        elif back:
+            self.counters["resumes"] += 1
+            self._emit(Resumed(query_id=query.query_id, row=row))
+
+    def _park(self, query: Query, mode: ParkMode, *, cause: str, for_query_id: str = "") -> None:
+        """Take the query's row and device memory; keep its work in the host pool if it fits."""
+        kept_bytes = self.residency.vacate(query, mode)
+        query.transition(QueryState.PARKED)
+        query.parks += 1
+        query.park_seq = next(self._parks)
+        self.counters["parks"] += 1
+        self.counters["parked_bytes"] += kept_bytes or 0
+        self.counters["parks_dropped"] += kept_bytes is None
+        self._emit(
+            Preempted(
+                query_id=query.query_id,
+                cause=cause,
+                kept=kept_bytes is not None,
+                parked_bytes=kept_bytes or 0,
+                for_query_id=for_query_id,
+            )
+        )
+
+    def _append(self, query: Query, token: int) -> None:
+        """Add a token to a query and end it where it must end."""
+        first_index = len(query.output_token_ids)
+        query.output_token_ids.append(token)
+        query.first_token_s = query.first_token_s or time.monotonic()
+        self.counters["output_tokens"] += 1
+        text, reason = query.advance_text(token, self.model.eos_token_ids)
+        self._emit(Tokens(query_id=query.query_id, first_index=first_index, token_ids=[token], text=text))
+        if reason is not None:
+            self._end(query, QueryState.FINISHED, reason)
+
+    def _replay(self, query: Query, token_ids: Sequence[int]) -> None:
+        """Take over tokens emitted elsewhere; they may already complete the query."""
+        for token in token_ids:
+            query.output_token_ids.append(int(token))
+            query.first_token_s = query.arrival_s
+            _, reason = query.advance_text(int(token), self.model.eos_token_ids)
+            if reason is not None:
+                self._end(query, QueryState.FINISHED, reason)
+                return
+
+    def _fail(self, query: Query, error: Exception) -> None:
+        """End one query by its own fault."""
+        query.error = ("INTERNAL", f"{type(error).__name__}: {error}")
+        self._end(query, QueryState.FAILED, FinishReason.ERROR)
+
+    def _end(self, query: Query, state: QueryState, reason: FinishReason) -> None:
+        """The only way out: every end gives back row, slices and host memory."""
+        query.transition(state)
+        query.finish_reason = reason
+        self._drop(query)
+        self.counters[f"queries_{state.value}"] += 1
+        if query.error is not None:
+            name, message = query.error
+            self._emit(
+                QueryFailed(query_id=query.query_id, reason=name, message=message, usage=query.usage())
+            )
+        else:
+            self._emit(Finished(query_id=query.query_id, finish_reason=reason, usage=query.usage()))
+
+    def _drop(self, query: Query) -> None:
+        self.residency.release(query)
+        del self.queries[query.query_id]
+
+    def _emit(self, event: QueryEvent) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
+
+    # -- checks and counts ----------------------------------------------------------------------------
+
+    def _checked_prompt(self, token_ids: Sequence[int], sampling: SamplingParams) -> list[int]:
+        prompt = [int(token) for token in token_ids]
+        if not prompt:
+            raise InvalidRequestError("the prompt is empty: give at least one token", field="prompt")
+        if not 0 <= min(prompt) <= max(prompt) < self.model.vocab_size:
+            raise InvalidRequestError(
+                f"token ids must be from 0 to {self.model.vocab_size - 1}",
+                field="prompt",
+                limit=self.model.vocab_size,
+            )
+        total = len(prompt) + sampling.max_tokens
+        if total > self.max_query_tokens:
+            raise RequestTooLargeError(
+                f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} = {total} tokens; the limit is"
+                f" {self.max_query_tokens}",
+                limit=self.max_query_tokens,
+                prompt_tokens=len(prompt),
+                max_tokens=sampling.max_tokens,
+            )
+        if sampling.stop and self._tokenizer is None:
+            raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", field="stop")
+        return prompt
+
+    def _count_prefill(self, query: Query, first: int, count: int) -> None:
+        again = max(0, min(first + count, query.computed_tokens) - first)
+        query.recomputed_tokens += again
+        self.counters["recomputed_tokens"] += again
+        self.counters["prefill_tokens"] += count
+        self.planner.policy.on_tokens(query_view(query, self.residency.batch.layout), count, 0)
+
+    def _count_decode(self, *, idle: int, waiting: bool) -> None:
+        self.counters["decode_steps"] += 1
+        self.counters["row_steps"] += self.rows
+        self.counters["idle_row_steps"] += idle
+        if waiting:
+            self.counters["waiting_row_steps"] += self.rows
+            self.counters["waiting_idle_row_steps"] += idle
+
+    def _note_progress(self, plan: Plan, *, moved: bool) -> bool:
+        """A batch that can't move although somebody could is a defect: say so instead of spinning."""
+        self._stalled_steps = 0 if moved or not self.busy else self._stalled_steps + 1
+        if self._stalled_steps >= STALLED_STEPS:
+            states = {query.query_id: str(query.state) for query in self.queries.values()}
+            raise RuntimeError(
+                f"no progress in {STALLED_STEPS} steps; blocked: {plan.blocked}; states: {states}"
+            )
+        return moved
+
+
+def _draw(query: Query) -> Draw:
+    return Draw(query.sampling, query.seed, len(query.output_token_ids))
+
+
+def _check_arguments(*, rows: int, prefill: str, chunk_tokens: int | None) -> None:
+    if rows < 1:
+        raise ConfigError(f"rows must be at least 1, not {rows}", rows=rows)
+    if prefill not in {"decoupled", "inline"}:
+        raise ConfigError(f'prefill must be "decoupled" or "inline", not {prefill!r}', prefill=prefill)
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}", chunk_tokens=chunk_tokens)

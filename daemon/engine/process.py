@@ -1,0 +1,318 @@
+"""The engine process: the same `LocalEngine`, driven by commands from the front.
+
+Started by the front as `python -m batond.daemon.engine.process FD`, with the settings as JSON on standard
+input. Nothing here waits for Redis or a client: the only other end is the socket to the front.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from batond.daemon.engine.local import LocalEngine
+from batond.daemon.engine.model import load_model
+from batond.daemon.engine.params import SamplingParams
+from batond.daemon.errors import BatondError, ConfigError, NotFoundError
+from batond.daemon.memory.host import auto_host_pool_bytes, check_host_pool
+from batond.daemon.scheduler.planner import PlannerLimits
+from batond.daemon.wire.channel import ChannelClosed, EngineChannel
+from batond.daemon.wire.messages import (
+    Cancel,
+    CommandResult,
+    HandBack,
+    LoadFailed,
+    Loading,
+    Park,
+    QueryFailed,
+    Ready,
+    Resume,
+    StepEvents,
+    Stop,
+    Submit,
+    Usage,
+)
+from batond.daemon.wire.settings import EngineSettings
+from batond.policies.classes import SlaClass, SlaClasses
+
+if TYPE_CHECKING:
+    from batond.daemon.engine.query import Query
+    from batond.daemon.wire.messages import Command, QueryEvent, Snapshot
+
+HEARTBEAT_S = 0.5  # The front's watchdog wants to hear from the engine at least once a second.
+SNAPSHOT_EVERY_S = 0.05
+LOADING_NOTE_EVERY_S = 2.0
+_NO_TARGET_S = 86_400.0
+
+_log = logging.getLogger(__name__)
+
+
+class EngineProcess:
+    """Translates commands into calls, and steps into frames of events.
+
+    Args:
+        engine: The engine.
+        channel: The socket to the front.
+    """
+
+    def __init__(self, engine: LocalEngine, channel: EngineChannel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._events: list[QueryEvent] = []
+        self._stopping = False
+        self._sent_s = 0.0
+        self._snapshot_s = 0.0
+        engine.on_event = self._events.append
+
+    def run(self) -> None:
+        """Step until the front says stop or is gone."""
+        while not self._stopping:
+            for command in self._channel.poll(0.0 if self._engine.busy else HEARTBEAT_S):
+                self._apply(command)
+            if self._engine.busy:
+                self._engine.step()
+            self._report()
+
+    def _apply(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Park() | Resume():
+                self._answer(command)
+            case Cancel():
+                query = self._engine.queries.get(command.query_id)
+                if query is None:
+                    self._engine.counters["unknown_query_ids"] += 1
+                else:
+                    self._engine.cancel(query)
+            case HandBack():
+                query = self._engine.queries.get(command.query_id)
+                if query is not None:
+                    self._engine.forget(query)
+            case Stop():
+                self._stopping = True
+
+    def _submit(self, command: Submit) -> None:
+        try:
+            self._engine.submit(
+                command.prompt_token_ids,
+                command.sampling,
+                sla_class=command.sla_class,
+                tenant=command.tenant,
+                seed=command.seed,
+                query_id=command.query_id,
+                waited_s=command.waited_s,
+                emitted_token_ids=command.emitted_token_ids,
+            )
+        except BatondError as error:
+            usage = Usage(
+                prompt_tokens=len(command.prompt_token_ids),
+                output_tokens=len(command.emitted_token_ids),
+                parks=0,
+                recomputed_tokens=0,
+                waited_s=0.0,
+                parked_s=0.0,
+            )
+            failed = QueryFailed(
+                query_id=command.query_id, reason=error.reason, message=error.message, usage=usage
+            )
+            self._events.append(failed)
+
+    def _answer(self, command: Park | Resume) -> None:
+        result = CommandResult(request_id=command.request_id)
+        try:
+            query = self._known(command.query_id)
+            if isinstance(command, Park):
+                self._engine.park(query)
+            else:
+                self._engine.resume(query)
+        except BatondError as error:
+            result = CommandResult(request_id=command.request_id, reason=error.reason, message=error.message)
+        self._events.append(result)
+
+    def _known(self, query_id: str) -> Query:
+        query = self._engine.queries.get(query_id)
+        if query is None:
+            raise NotFoundError(f"query {query_id} is not in the engine", query_id=query_id)
+        return query
+
+    def _report(self) -> None:
+        """Send what happened; without news, a heartbeat."""
+        now_s = time.monotonic()
+        if not self._events and now_s - self._sent_s < HEARTBEAT_S:
+            return
+        frame = StepEvents(
+            step=self._engine.counters["steps"],
+            events=self._events.copy(),
+            snapshot=self._due_snapshot(now_s),
+            busy=bool(self._engine.queries),
+        )
+        self._channel.send(frame)
+        self._events.clear()
+        self._sent_s = now_s
+
+    def _due_snapshot(self, now_s: float) -> Snapshot | None:
+        if now_s - self._snapshot_s < SNAPSHOT_EVERY_S:
+            return None
+        self._snapshot_s = now_s
+        return self._engine.snapshot()
+
+
+def build_engine(settings: EngineSettings) -> LocalEngine:
+    """Load the model and make the engine the settings describe.
+
+    Raises:
+        BatondError: It can't be served; the message says what to mend.
+    """
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {device} was asked for, but torch sees no CUDA device", device=device)
+    pin = device.startswith("cuda")
+    pool_bytes = settings.host_pool_bytes
+    if pool_bytes < 0:
+        pool_bytes = auto_host_pool_bytes(pin=pin)
+    else:
+        check_host_pool(pool_bytes, pin=pin)
+    model, tokenizer = load_model(
+        settings.model_path, dtype=settings.dtype, device=device, threads=settings.threads or None
+    )
+    return LocalEngine(
+        model,
+        tokenizer,
+        rows=settings.rows,
+        batch=settings.batch,
+        policy=settings.policy,
+        host_pool_bytes=pool_bytes,
+        prefill=settings.prefill,
+        chunk_tokens=settings.chunk_tokens or None,
+        ready_limit=settings.ready_limit,
+        max_query_tokens=settings.max_query_tokens or None,
+        classes=_classes(settings),
+        limits=PlannerLimits(quantum_tokens=settings.quantum_tokens, max_parks=settings.max_parks),
+    )
+
+
+def self_test(engine: LocalEngine) -> None:
+    """Produce one token through the whole step, so that Ready is a proven word.
+
+    Raises:
+        RuntimeError: No token came.
+    """
+    probe = engine.submit(
+        [0], SamplingParams(max_tokens=1, ignore_eos=True), sla_class=engine.classes.names[0]
+    )
+    engine.run_until_idle()
+    if len(probe.output_token_ids) != 1:
+        raise RuntimeError(f"the self-test query ended as {probe.state} without a token: {probe.error}")
+    engine.counters.clear()
+
+
+def engine_main(fd: int, config_json: bytes) -> int:
+    """Run the engine process; returns its exit status.
+
+    Args:
+        fd: The engine's end of the socket pair.
+        config_json: `EngineSettings` as JSON.
+    """
+    channel = EngineChannel(fd)
+    settings = msgspec.json.decode(config_json, type=EngineSettings)
+    started_s = time.monotonic()
+    try:
+        with _LoadingNotes(channel, settings.model_name):
+            engine = build_engine(settings)
+            self_test(engine)
+    except BatondError as error:
+        channel.send(LoadFailed(reason=error.reason, message=error.message))
+        return 2
+    except Exception as error:  # noqa: BLE001 - whatever a model does at load, the front must hear of it
+        _log.exception("the engine could not start")
+        channel.send(LoadFailed(reason="INTERNAL", message=f"{type(error).__name__}: {error}"))
+        return 1
+    channel.send(_ready(engine, settings, load_s=time.monotonic() - started_s))
+    try:
+        EngineProcess(engine, channel).run()
+    except ChannelClosed:
+        return 0  # The front is gone: nobody wants tokens from us any more.
+    return 0
+
+
+def _ready(engine: LocalEngine, settings: EngineSettings, *, load_s: float) -> Ready:
+    return Ready(
+        model=settings.model_name,
+        device=str(engine.model.device),
+        rows=engine.rows,
+        max_query_tokens=engine.max_query_tokens,
+        vocab_size=engine.model.vocab_size,
+        eos_token_ids=sorted(engine.model.eos_token_ids),
+        batch_kind=engine.batch_kind,
+        batch_reason=engine.batch_reason,
+        preemption_mode=engine.preemption_mode,
+        kv_bytes_per_token=engine.residency.batch.layout.record_bytes,
+        host_pool_bytes=engine.residency.store.pool.capacity_bytes,
+        policy=engine.planner.policy.name,
+        load_s=load_s,
+    )
+
+
+def _classes(settings: EngineSettings) -> SlaClasses:
+    if not settings.classes:
+        return SlaClasses()
+    return SlaClasses(
+        SlaClass(
+            name=one.name,
+            order=one.order,
+            preemptible=one.preemptible,
+            ttft_target_s=one.ttft_target_s or _NO_TARGET_S,
+            tpot_target_s=one.tpot_target_s or _NO_TARGET_S,
+            longest_queue_s=one.longest_queue_s or None,
+            share=one.share,
+        )
+        for one in settings.classes
+    )
+
+
+class _LoadingNotes:
+    """Tells the front every two seconds that loading goes on, from a thread of its own."""
+
+    def __init__(self, channel: EngineChannel, model: str) -> None:
+        self._channel = channel
+        self._model = model
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="loading-notes", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        started_s = time.monotonic()
+        while not self._done.wait(LOADING_NOTE_EVERY_S):
+            try:
+                self._channel.send(
+                    Loading(note=f"loading {self._model}, {time.monotonic() - started_s:.0f} s")
+                )
+            except ChannelClosed:
+                os._exit(0)  # The front is gone while a native call loads weights: nothing can be unwound.
+
+
+def main() -> int:
+    """Entry point of `python -m batond.daemon.engine.process FD`."""
+    # A terminal's Ctrl-C reaches the whole process group; the front decides when the engine stops.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return engine_main(int(sys.argv[1]), sys.stdin.buffer.read())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

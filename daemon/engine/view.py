@@ -1,0 +1,132 @@
+"""The engine as others see it: the planner's view before a step, the operator's snapshot after it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batond.daemon.scheduler.plan import BatchView
+from batond.daemon.wire.messages import QuerySnapshot, QueryState, RowSnapshot, Snapshot
+from batond.policies.base import Phase, QueryView
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from batond.daemon.engine.layout import RecordLayout
+    from batond.daemon.engine.query import Query
+    from batond.daemon.engine.residency import Residency
+    from batond.daemon.scheduler.plan import Gate
+
+_PHASES = {
+    QueryState.WAITING: Phase.WAITING,
+    QueryState.PREFILLING: Phase.PREFILLING,
+    QueryState.READY: Phase.READY,
+    QueryState.RUNNING: Phase.RUNNING,
+    QueryState.PARKED: Phase.PARKED,
+}
+
+
+def query_view(query: Query, layout: RecordLayout, *, inline: bool = False) -> QueryView:
+    """One query for the planner and the policies.
+
+    Inline, a prompt is computed by the batch step itself: a new query needs nothing but a row.
+    """
+    phase = _PHASES[query.state]
+    cached = query.prefilled_tokens
+    on_device = query.row is not None or query.kv is not None or query.prefill is not None
+    whole = (
+        len(query.prompt_token_ids) + query.sampling.max_tokens
+    ) * layout.record_bytes + layout.state_bytes
+    return QueryView(
+        query_id=query.query_id,
+        tenant=query.tenant,
+        sla_class=query.sla_class.name,
+        class_order=query.sla_class.order,
+        preemptible=query.sla_class.preemptible,
+        arrival_s=query.arrival_s,
+        seq=query.seq,
+        phase=Phase.READY if inline and phase is Phase.WAITING else phase,
+        prompt_tokens=len(query.prompt_token_ids),
+        prefilled_tokens=cached,
+        output_tokens=len(query.output_token_ids),
+        max_tokens=query.sampling.max_tokens,
+        parks=query.planner_parks,
+        since_admission_tokens=query.since_admission_tokens,
+        park_seq=query.park_seq,
+        held=query.held,
+        kv_bytes=cached * layout.record_bytes + layout.state_bytes if on_device else 0,
+        reserved_bytes=whole,
+        park_bytes=cached * layout.record_bytes + layout.state_bytes,
+        to_prefill_tokens=0 if inline else query.to_prefill_tokens,
+    )
+
+
+def batch_view(
+    queries: Iterable[Query],
+    residency: Residency,
+    *,
+    now_s: float,
+    rows: int,
+    chunk_tokens: int | None,
+    ready_limit: int,
+    kv_budget_bytes: int | None,
+    gate: Gate,
+    inline: bool,
+) -> BatchView:
+    """Everything the planner may know before a step."""
+    views = tuple(query_view(query, residency.batch.layout, inline=inline) for query in queries)
+    free = None
+    if kv_budget_bytes is not None:
+        taken = sum(v.reserved_bytes if v.phase is Phase.RUNNING else v.kv_bytes for v in views)
+        free = max(0, kv_budget_bytes - taken)
+    return BatchView(
+        now_s=now_s,
+        rows=rows,
+        queries=views,
+        chunk_tokens=chunk_tokens,
+        ready_limit=ready_limit,
+        kv_free_bytes=free,
+        host_free_bytes=residency.store.pool.free_bytes,
+        gate=gate,
+    )
+
+
+def snapshot(
+    step: int, queries: Iterable[Query], residency: Residency, counters: Mapping[str, float]
+) -> Snapshot:
+    """The batch for people: rows, and queries without a row."""
+    batch, pool = residency.batch, residency.store.pool
+    rows = [RowSnapshot(row=row) for row in range(batch.rows)]
+    for row, query in residency.occupied:
+        rows[row] = RowSnapshot(
+            row=row,
+            query_id=query.query_id,
+            tenant=query.tenant,
+            sla_class=query.sla_class.name,
+            tokens=batch.lengths[row],
+            output_tokens=len(query.output_token_ids),
+        )
+    others = [
+        QuerySnapshot(
+            query_id=query.query_id,
+            tenant=query.tenant,
+            sla_class=query.sla_class.name,
+            state=query.state,
+            prompt_tokens=len(query.prompt_token_ids),
+            prefilled_tokens=query.prefilled_tokens,
+            output_tokens=len(query.output_token_ids),
+            parks=query.parks,
+            parked_bytes=query.on_host_tokens * batch.layout.record_bytes,
+            held=query.held,
+        )
+        for query in queries
+        if query.row is None
+    ]
+    return Snapshot(
+        step=step,
+        rows=rows,
+        queries=others,
+        columns=batch.columns,
+        host_pool_used_bytes=pool.used_bytes,
+        host_pool_bytes=pool.capacity_bytes,
+        counters=dict(counters),
+    )

@@ -1,0 +1,170 @@
+"""Tiny random models, a byte tokenizer, and the undisturbed run everything is compared with."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from batond.daemon.engine import LocalEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+VOCABULARY = 160
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _llama() -> Any:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _mistral() -> Any:
+    config = MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        sliding_window=8,
+        eos_token_id=2,
+    )
+    return MistralForCausalLM(config)
+
+
+def _gpt2() -> Any:
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=512, eos_token_id=2, bos_token_id=1
+    )
+    return GPT2LMHeadModel(config)
+
+
+def _falcon() -> Any:
+    config = FalconConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        alibi=True,
+        new_decoder_architecture=False,
+        eos_token_id=2,
+        max_position_embeddings=512,
+    )
+    return FalconForCausalLM(config)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "gpt2": _gpt2,
+    "falcon": _falcon,
+}
+
+
+def make_model(family: str) -> Any:
+    """A random model in fp32 whose greedy output is not a single repeated token."""
+    torch.manual_seed(11)
+    model = FAMILIES[family]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.25)
+    return model
+
+
+@pytest.fixture(scope="session")
+def llama() -> Any:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="session")
+def mistral() -> Any:
+    """Every layer attends to a window of 8 tokens."""
+    return make_model("mistral")
+
+
+@pytest.fixture(scope="session", params=sorted(FAMILIES))
+def any_model(request: pytest.FixtureRequest) -> Any:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def solo() -> Callable[..., list[int]]:
+    """Greedy tokens of transformers' own generate, alone."""
+
+    def run(model: Any, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = True) -> list[int]:
+        ids = torch.tensor([list(prompt)])
+        eos = {"eos_token_id": None} if ignore_eos else {}
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **eos,
+        )
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
+
+    return run
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., LocalEngine]]:
+    """Engines whose books are checked when the test is over."""
+    made: list[LocalEngine] = []
+
+    def make(model: Any, tokenizer: Any = None, **options: Any) -> LocalEngine:
+        engine = LocalEngine(model, tokenizer, **{"poison": True, "host_pool_bytes": 1 << 24, **options})
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.check_integrity()
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    return random.Random(5)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte: every character beyond ASCII is split over tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={char: place for place, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
