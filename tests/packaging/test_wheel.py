@@ -134,8 +134,8 @@ def test_programs_start_or_name_the_missing_extra(
         [bare / program, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     if result.returncode != 0:
-        (line,) = result.stderr.strip().splitlines()
-        assert any(f"batond[{extra}]" in line for extra in extras), line
+        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+        assert any(f"batond[{extra}]" in result.stderr for extra in extras), result.stderr
     else:
         assert result.stdout.strip()
 
