@@ -1,0 +1,211 @@
+"""From a caller's arguments to the contract's requests; what can't be sent is refused before any network."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+
+from batond.clients.errors import InvalidRequestError
+from batond.v1 import admin_pb2, jobs_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from batond.clients.model import JobState
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+#: A turn as `ChatMessage`, or as the mapping {"role": ..., "content": ...} that chat libraries use.
+Turn: TypeAlias = ChatMessage | Mapping[str, str]
+
+
+class JobOptions(TypedDict, total=False):
+    """What may be asked of a job beside its prompt; what is left out takes the daemon's default.
+
+    Attributes:
+        messages: A conversation, instead of a prompt.
+        token_ids: A tokenized prompt, instead of a prompt.
+        model: The model; the one served if left out.
+        sla_class: Name of a class that `server_info()` lists.
+        max_tokens: Most tokens to emit, at least 1.
+        temperature: 0 is greedy.
+        top_k: Keep the k likeliest tokens; 0 keeps all.
+        top_p: Keep the smallest set whose probability reaches this, in (0, 1].
+        seed: Makes sampling reproducible.
+        ignore_eos: Don't end at the model's end-of-sequence ids.
+        stop_token_ids: Further ids that end the generation.
+        stop: Strings that end the generation.
+        labels: Free text given back with the job.
+        job_id: The caller's own id, which makes the submission idempotent; one is made if left out.
+    """
+
+    messages: Sequence[Turn]
+    token_ids: Sequence[int]
+    model: str
+    sla_class: str
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    ignore_eos: bool
+    stop_token_ids: Sequence[int]
+    stop: str | Sequence[str]
+    labels: Mapping[str, str]
+    job_id: str
+
+
+SAMPLING_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "stop_token_ids")
+SPEC_FIELDS = ("model", "sla_class", "labels")
+
+
+def submit(prompt: str | None, options: JobOptions) -> jobs_pb2.SubmitJobRequest:
+    """Makes the request of a submission; it always has an id, so it can be repeated.
+
+    Raises:
+        InvalidRequestError: Not exactly one kind of prompt, or a value that its field can't hold.
+    """
+    return jobs_pb2.SubmitJobRequest(job_id=job_id_of(options), spec=spec(prompt, options))
+
+
+def generate(prompt: str | None, options: JobOptions, *, detached: bool) -> jobs_pb2.GenerateStreamRequest:
+    """Makes the request of a generation that is followed at once; see `submit`."""
+    return jobs_pb2.GenerateStreamRequest(
+        job_id=job_id_of(options), spec=spec(prompt, options), detached=detached
+    )
+
+
+def job_id_of(options: JobOptions) -> str:
+    """Gives the caller's id, or a new one: a job that is submitted again must be known as the same."""
+    return options.get("job_id") or str(uuid.uuid4())
+
+
+def spec(prompt: str | None, options: JobOptions) -> types_pb2.JobSpec:
+    """Makes the body of a job.
+
+    Raises:
+        InvalidRequestError: Not exactly one kind of prompt, or a value that its field can't hold.
+        TypeError: An option that does not exist.
+    """
+    _refuse_unknown(options)
+    given: dict[str, object] = {"prompt": prompt, "messages": options.get("messages")}
+    given["token_ids"] = options.get("token_ids")
+    kinds = [name for name, value in given.items() if value is not None]
+    if len(kinds) != 1:
+        raise InvalidRequestError(
+            f"give exactly one of prompt, messages and token_ids, not {' and '.join(kinds) or 'none'}"
+        )
+    message = types_pb2.JobSpec()
+    kind = kinds[0]
+    with _field(kind):
+        if kind == "prompt":
+            message.text.CopyFrom(types_pb2.TextInput(text=prompt))
+        elif kind == "messages":
+            turns = [_turn(turn) for turn in options["messages"]]
+            message.chat.CopyFrom(types_pb2.ChatInput(messages=turns))
+        else:
+            message.tokens.CopyFrom(types_pb2.TokenInput(token_ids=options["token_ids"]))
+    for name in SPEC_FIELDS:
+        _set(message, name, options.get(name))
+    for name in SAMPLING_FIELDS:
+        _set(message.sampling, name, options.get(name))
+    stop = options.get("stop")
+    _set(message.sampling, "stop", [stop] if isinstance(stop, str) else stop)
+    return message
+
+
+def watch(job_id: str, from_token_index: int) -> jobs_pb2.WatchJobRequest:
+    """Makes the request to follow a job from a token on."""
+    message = jobs_pb2.WatchJobRequest()
+    _set(message, "job_id", job_id)
+    _set(message, "from_token_index", from_token_index)
+    return message
+
+
+def list_jobs(states: Iterable[JobState], page_size: int, page_token: str) -> jobs_pb2.ListJobsRequest:
+    """Makes the request for one page of a listing."""
+    message = jobs_pb2.ListJobsRequest()
+    _set(message, "states", [_state_number(state) for state in states])
+    _set(message, "page_size", page_size)
+    _set(message, "page_token", page_token)
+    return message
+
+
+def watch_batch(min_interval_s: float | None) -> admin_pb2.WatchBatchRequest:
+    """Makes the request to watch the batch."""
+    message = admin_pb2.WatchBatchRequest()
+    _set_duration(message, "min_interval", min_interval_s)
+    return message
+
+
+def drain(drain_timeout_s: float | None) -> admin_pb2.DrainRequest:
+    """Makes the request to drain; None leaves the time-out to the daemon."""
+    message = admin_pb2.DrainRequest()
+    _set_duration(message, "timeout", drain_timeout_s)
+    return message
+
+
+@contextlib.contextmanager
+def _field(name: str) -> Iterator[None]:
+    """Turns protobuf's refusal of a value into an error that names the field."""
+    try:
+        yield
+    except InvalidRequestError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        # AttributeError: one value where a field holds many.
+        raise InvalidRequestError(f"{name} can't be sent: {error}", fields={name: str(error)}) from error
+
+
+def _set(message: Any, name: str, value: object) -> None:
+    if value is None:
+        return
+    with _field(name):
+        # MergeFrom of a fresh message takes scalars, lists and mappings alike.
+        message.MergeFrom(type(message)(**{name: value}))
+
+
+def _set_duration(message: Any, name: str, seconds: float | None) -> None:
+    if seconds is None:
+        return
+    with _field(name):
+        getattr(message, name).FromNanoseconds(round(seconds * 1e9))
+
+
+def _turn(turn: Turn) -> types_pb2.ChatMessage:
+    if isinstance(turn, ChatMessage):
+        return types_pb2.ChatMessage(role=turn.role, content=turn.content)
+    if not _is_turn(turn):
+        raise InvalidRequestError(
+            "each message needs a role and a content, and nothing else",
+            fields={"messages": "role and content"},
+        )
+    return types_pb2.ChatMessage(role=turn["role"], content=turn["content"])
+
+
+def _is_turn(value: object) -> bool:
+    return isinstance(value, Mapping) and set(value) == {"role", "content"}
+
+
+def _state_number(state: JobState) -> int:
+    try:
+        return types_pb2.JobState.Value(f"JOB_STATE_{state.upper()}")
+    except ValueError as error:
+        raise InvalidRequestError(f"no such state: {state}", fields={"states": str(state)}) from error
+
+
+def _refuse_unknown(options: JobOptions) -> None:
+    unknown = sorted(set(options) - set(JobOptions.__annotations__))
+    if unknown:
+        # Python itself would raise TypeError for a keyword that a function doesn't have.
+        raise TypeError(f"no such option: {', '.join(unknown)}")

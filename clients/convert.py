@@ -1,0 +1,162 @@
+"""From the contract's messages to the values of `model`. Unknown enum values and events are tolerated."""
+
+from __future__ import annotations
+
+from datetime import UTC
+from typing import TYPE_CHECKING, TypeVar
+
+from batond.clients import model
+from batond.v1 import admin_pb2, types_pb2
+
+if TYPE_CHECKING:
+    import enum
+    from datetime import datetime
+
+    from google.protobuf.duration_pb2 import Duration
+    from google.protobuf.message import Message
+    from google.protobuf.timestamp_pb2 import Timestamp
+
+State = TypeVar("State", bound="enum.StrEnum")
+
+
+def job(message: types_pb2.Job) -> model.JobInfo:
+    """Gives a job."""
+    return model.JobInfo(
+        job_id=message.job_id,
+        tenant=message.tenant,
+        model=message.model,
+        state=_enum(model.JobState, types_pb2.JobState.items(), message.state),
+        sla_class=message.sla_class,
+        effective_sla_class=message.effective_sla_class,
+        labels=dict(message.labels),
+        created_time=_time(message, "created_time"),
+        started_time=_time(message, "started_time"),
+        finished_time=_time(message, "finished_time"),
+        queue_time_s=_seconds(message.queue_time),
+        queue_position=message.queue_position,
+        preemptions=message.preemptions,
+        recomputed_tokens=message.recomputed_tokens,
+        prompt_tokens=message.prompt_tokens,
+        output_tokens=message.output_tokens,
+        output_token_ids=tuple(message.output_token_ids),
+        text=message.text,
+        finish_reason=_enum(model.FinishReason, types_pb2.FinishReason.items(), message.finish_reason),
+        error_code=message.error.code,
+        error_reason=message.error.reason,
+        error_message=message.error.message,
+        attempts=message.attempts,
+    )
+
+
+def event(message: types_pb2.StreamEvent) -> model.Event | None:
+    """Gives an event; None for one this client is too old to know."""
+    found: model.Event | None = None
+    match message.WhichOneof("event"):
+        case "queued":
+            queued = message.queued
+            found = model.Queued(queued.job_id, queued.position, queued.effective_sla_class)
+        case "started":
+            found = model.Started(_seconds(message.started.queue_time))
+        case "chunk":
+            chunk = message.chunk
+            found = model.Chunk(chunk.first_token_index, tuple(chunk.token_ids), chunk.text)
+        case "preempted":
+            found = model.Preempted(message.preempted.reason, message.preempted.kept)
+        case "resumed":
+            found = model.Resumed()
+        case "finished":
+            found = model.Finished(job(message.finished.job))
+    return found
+
+
+def server_info(message: admin_pb2.GetServerInfoResponse) -> model.ServerInfo:
+    """Gives what the daemon says of itself."""
+    return model.ServerInfo(
+        version=message.version,
+        library_versions=dict(message.library_versions),
+        state=_enum(model.ServerState, admin_pb2.ServerState.items(), message.state),
+        state_message=message.state_message,
+        model=message.model,
+        device=message.device,
+        rows=message.rows,
+        max_query_tokens=message.max_query_tokens,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        batch_kind=message.batch_kind,
+        batch_reason=message.batch_reason,
+        preemption_mode=message.preemption_mode,
+        policy=message.policy,
+        sla_classes=tuple(
+            model.SlaClass(one.name, one.order, one.preemptible) for one in message.sla_classes
+        ),
+        default_sla_class=message.default_sla_class,
+        kv_bytes_per_token=message.kv_bytes_per_token,
+        host_pool_bytes=message.host_pool_bytes,
+        max_message_bytes=message.max_message_bytes,
+        start_time=_time(message, "start_time"),
+        uptime_s=_seconds(message.uptime),
+        tenant=message.tenant,
+    )
+
+
+def snapshot(message: admin_pb2.BatchSnapshot) -> model.BatchSnapshot:
+    """Gives a snapshot of the batch."""
+    rows = tuple(
+        model.RowSnapshot(
+            row=row.row,
+            job_id=row.job_id,
+            tenant=row.tenant,
+            sla_class=row.sla_class,
+            cached_tokens=row.cached_tokens,
+            output_tokens=row.output_tokens,
+            max_tokens=row.max_tokens,
+        )
+        for row in message.rows
+    )
+    queries = tuple(
+        model.QuerySnapshot(
+            job_id=query.job_id,
+            tenant=query.tenant,
+            sla_class=query.sla_class,
+            state=_enum(model.QueryState, admin_pb2.QueryState.items(), query.state),
+            prompt_tokens=query.prompt_tokens,
+            prefilled_tokens=query.prefilled_tokens,
+            output_tokens=query.output_tokens,
+            max_tokens=query.max_tokens,
+            parks=query.parks,
+            parked_bytes=query.parked_bytes,
+            held=query.held,
+        )
+        for query in message.queries
+    )
+    return model.BatchSnapshot(
+        step=message.step,
+        time=_time(message, "time"),
+        rows=rows,
+        queries=queries,
+        columns=message.columns,
+        host_pool_used_bytes=message.host_pool_used_bytes,
+        host_pool_bytes=message.host_pool_bytes,
+        queued_jobs=message.queued_jobs,
+        counters=dict(message.counters),
+    )
+
+
+def _enum(kind: type[State], items: list[tuple[str, int]], number: int) -> State:
+    """Finds the member whose value is the contract's name without its prefix, in lower case."""
+    names = {value: name for name, value in items}
+    # The zero value is <PREFIX>_UNSPECIFIED by the contract's rules: it tells the prefix.
+    prefix = names[0].removesuffix("UNSPECIFIED")
+    value = names.get(number, names[0]).removeprefix(prefix).lower()
+    return kind("unknown" if value == "unspecified" else value)
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9
+
+
+def _time(message: Message, name: str) -> datetime | None:
+    if not message.HasField(name):
+        return None
+    stamp: Timestamp = getattr(message, name)
+    return stamp.ToDatetime(tzinfo=UTC)

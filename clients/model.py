@@ -1,0 +1,289 @@
+"""What the clients give back: plain frozen values, free of protobuf."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
+
+class JobState(enum.StrEnum):
+    """Where a job stands."""
+
+    UNKNOWN = "unknown"  # A state this client is too old to know.
+    QUEUED = "queued"
+    RUNNING = "running"
+    PARKED = "parked"
+    SUCCEEDED = "succeeded"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        """Whether the job will never change again."""
+        return self in {JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED}
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended."""
+
+    UNKNOWN = "unknown"  # Not ended yet, or a reason this client is too old to know.
+    LENGTH = "length"
+    STOP = "stop"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class ServerState(enum.StrEnum):
+    """How far the daemon can serve."""
+
+    UNKNOWN = "unknown"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEGRADED = "degraded"
+
+
+class QueryState(enum.StrEnum):
+    """Where a query stands inside the engine."""
+
+    UNKNOWN = "unknown"
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    READY = "ready"
+    RUNNING = "running"
+    PARKED = "parked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobInfo:
+    """A job as the daemon described it.
+
+    Attributes:
+        job_id: Unique for the tenant.
+        tenant: Who owns it.
+        model: The model that serves it.
+        state: Where it stands.
+        sla_class: The class asked for; empty if none was.
+        effective_sla_class: The class it is served as.
+        labels: As submitted.
+        created_time: When it was accepted (UTC).
+        started_time: When it first got a row.
+        finished_time: When it became final.
+        queue_time_s: How long it waited for its first row, or has waited until now.
+        queue_position: Place in its class's queue, 1 is next; 0 if it isn't queued or that isn't known.
+        preemptions: How often it lost its row.
+        recomputed_tokens: Tokens whose KV had to be computed again.
+        prompt_tokens: Length of the tokenized prompt.
+        output_tokens: How many tokens were emitted so far.
+        output_token_ids: Those tokens, without the prompt; empty in listings.
+        text: Their text; may lag behind until the job is final; empty in listings.
+        finish_reason: Why it ended.
+        error_code: The number of the gRPC status that stands for the failure; 0 if it didn't fail.
+        error_reason: Machine-readable constant; empty if it didn't fail.
+        error_message: For people; empty if it didn't fail.
+        attempts: How many daemons or engines have begun to run it.
+    """
+
+    job_id: str
+    tenant: str = ""
+    model: str = ""
+    state: JobState = JobState.UNKNOWN
+    sla_class: str = ""
+    effective_sla_class: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    created_time: datetime | None = None
+    started_time: datetime | None = None
+    finished_time: datetime | None = None
+    queue_time_s: float = 0.0
+    queue_position: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    output_token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason = FinishReason.UNKNOWN
+    error_code: int = 0
+    error_reason: str = ""
+    error_message: str = ""
+    attempts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPage:
+    """One page of a listing; an empty `next_page_token` says that it is the last."""
+
+    jobs: tuple[JobInfo, ...]
+    next_page_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The job waits for its turn; `position` 1 is next, 0 is not known."""
+
+    job_id: str
+    position: int
+    effective_sla_class: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The job got its first row."""
+
+    queue_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens and the text that became certain with them; the texts of all chunks are the job's text."""
+
+    first_token_index: int
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """The job lost its row; `kept` says whether its KV was kept or will be computed again."""
+
+    reason: str
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The job has a row again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The job is final; the last event of a stream."""
+
+    job: JobInfo
+
+
+Event: TypeAlias = Queued | Started | Chunk | Preempted | Resumed | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class SlaClass:
+    """A class of service; `order` 0 is the most urgent."""
+
+    name: str
+    order: int
+    preemptible: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerInfo:
+    """The daemon as it is configured and as it stands.
+
+    Attributes:
+        version: batond's own version.
+        library_versions: Versions of what results depend on.
+        state: How far it can serve.
+        state_message: Why it isn't ready; empty if it is.
+        model: The model served.
+        device: Where it runs.
+        rows: How many queries decode at once.
+        max_query_tokens: Most tokens of prompt + max_tokens of one query.
+        vocab_size: Token ids must be below it.
+        eos_token_ids: Ids that end a generation.
+        batch_kind: Which batch serves.
+        batch_reason: Why this one.
+        preemption_mode: "offload" or "recompute".
+        policy: The active scheduling policy.
+        sla_classes: Most urgent first.
+        default_sla_class: The class of a job that names none.
+        kv_bytes_per_token: Bytes of KV per token of one query.
+        host_pool_bytes: Size of the host pool for parked KV.
+        max_message_bytes: Largest request accepted.
+        start_time: When the daemon was started (UTC).
+        uptime_s: How long it has been up.
+        tenant: Who the daemon thinks the caller is.
+    """
+
+    version: str
+    library_versions: Mapping[str, str]
+    state: ServerState
+    state_message: str
+    model: str
+    device: str
+    rows: int
+    max_query_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    batch_kind: str
+    batch_reason: str
+    preemption_mode: str
+    policy: str
+    sla_classes: tuple[SlaClass, ...]
+    default_sla_class: str
+    kv_bytes_per_token: int
+    host_pool_bytes: int
+    max_message_bytes: int
+    start_time: datetime | None
+    uptime_s: float
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSnapshot:
+    """One row of the batch; an idle row has an empty `job_id`. `max_tokens` 0 is not known."""
+
+    row: int
+    job_id: str = ""
+    tenant: str = ""
+    sla_class: str = ""
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuerySnapshot:
+    """A query of the engine that owns no row; `held` means parked by hand. `max_tokens` 0 is not known."""
+
+    job_id: str
+    tenant: str = ""
+    sla_class: str = ""
+    state: QueryState = QueryState.UNKNOWN
+    prompt_tokens: int = 0
+    prefilled_tokens: int = 0
+    output_tokens: int = 0
+    max_tokens: int = 0
+    parks: int = 0
+    parked_bytes: int = 0
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSnapshot:
+    """The batch as it stands after a step.
+
+    Attributes:
+        step: Count of steps since the engine started.
+        time: When it was taken (UTC).
+        rows: Every row, idle ones included, in order.
+        queries: Queries without a row.
+        columns: Length of the time axis all rows share.
+        host_pool_used_bytes: Bytes of the host pool in use.
+        host_pool_bytes: Size of the host pool.
+        queued_jobs: Jobs that no engine has taken yet.
+        counters: Counts that only grow, by name.
+    """
+
+    step: int
+    time: datetime | None = None
+    rows: tuple[RowSnapshot, ...] = ()
+    queries: tuple[QuerySnapshot, ...] = ()
+    columns: int = 0
+    host_pool_used_bytes: int = 0
+    host_pool_bytes: int = 0
+    queued_jobs: int = 0
+    counters: Mapping[str, float] = field(default_factory=dict)
