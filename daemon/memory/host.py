@@ -174,9 +174,9 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, int]]:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
-            mounts, version = ("sys/fs/cgroup", "sys/fs/cgroup/unified"), 2
+            mounts, version = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], 2
         elif "memory" in controllers.split(","):
-            mounts, version = ("sys/fs/cgroup/memory",), 1
+            mounts, version = ["sys/fs/cgroup/memory"], 1
         else:
             continue
         for mount in mounts:
