@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +15,8 @@ from batond.policies.fcfs import Fcfs
 from batond.policies.priority import Priority
 
 if TYPE_CHECKING:
+    from batond.policies.base import QueryView, Rank
+
     from .conftest import FakeEngine, Views
 
 SLAS = ("interactive", "standard", "batch")
@@ -170,17 +170,42 @@ def test_random_life(fake_engine: type[FakeEngine], steps: int, *, tight: bool) 
     assert engine.park_count > steps / 200
 
 
-def test_a_thousand_waiting_and_64_rows_are_planned_quickly(views: Views) -> None:
-    """A generous bound: it fails if planning becomes quadratic in the waiting or in the running."""
-    running = [views.running("batch", parks=8 * (number % 2), since=number % 32) for number in range(64)]
-    waiting = [views.waiting(sla) for _ in range(334) for sla in SLAS]
-    ready = [views.ready("interactive") for _ in range(8)]
-    queries = (*waiting, *ready, *running)
-    view = BatchView(now_s=1e4, rows=64, queries=queries, kv_free_bytes=500, host_free_bytes=1 << 30)
-    planner, times_s = Planner(Priority()), []
-    for number in range(11):
-        changed = replace(view, now_s=view.now_s + number)
-        start_s = time.perf_counter()
-        planner.plan(changed)
-        times_s.append(time.perf_counter() - start_s)
-    assert statistics.median(times_s) < 0.1
+class Counting(Priority):
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = self.questions = 0
+
+    def rank(self, query: QueryView, now_s: float) -> Rank:
+        self.ranks += 1
+        return super().rank(query, now_s)
+
+    def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:
+        self.questions += 1
+        return super().may_preempt(newcomer, victim, now_s)
+
+
+@pytest.mark.parametrize("kv_free_bytes", [None, 0, 500, 1 << 30])
+@pytest.mark.parametrize("since", [0, 50])
+@pytest.mark.parametrize("kind", ["waiting", "ready"])
+def test_work_is_linear_in_waiting_and_running(
+    views: Views, kv_free_bytes: int | None, since: int, kind: str
+) -> None:
+    """A thousand claims, 64 rows: ranked once a query, asked about a row once a class and park."""
+    running = [views.running("batch", since=since, parks=8 * (number % 2)) for number in range(64)]
+    claims = [getattr(views, kind)(sla) for _ in range(334) for sla in SLAS]
+    view = BatchView(
+        now_s=1e4,
+        rows=64,
+        queries=(*claims, *running),
+        kv_free_bytes=kv_free_bytes,
+        host_free_bytes=1 << 30,
+        chunk_tokens=None,
+    )
+    policy = Counting()
+    start_s = time.perf_counter()
+    plan = Planner(policy).plan(view)
+    assert time.perf_counter() - start_s < 1.0
+    assert policy.ranks <= len(view.queries)
+    assert policy.questions <= 2 * 64 * (len(SLAS) + len(plan.park))
