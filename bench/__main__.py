@@ -14,6 +14,8 @@ from batond.bench import engine as engine_bench
 from batond.bench import models, workloads
 from batond.daemon.errors import BatondError
 
+TABLE_WIDTH = 120
+
 app = typer.Typer(
     help="Measurements of batond.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
@@ -33,6 +35,8 @@ def engine_command(
 ) -> None:
     """Run the same queries as run_to_completion, pd, inline and decoupled; print times, steps and ratios."""
     console = Console()
+    if console.width < TABLE_WIDTH:  # Not a terminal, or a narrow one: a cut table helps nobody.
+        console.width = TABLE_WIDTH
     if workload not in workloads.WORKLOADS:
         raise typer.BadParameter(f"{workload!r} is not one of {', '.join(workloads.WORKLOADS)}")
     sizes = [int(size) for size in batch.split(",")]

@@ -20,7 +20,7 @@ class Request:
 
 
 def short(
-    vocab_size: int, *, queries: int = 30, low: int = 32, high: int = 260, seed: int = 2024
+    vocab_size: int, *, queries: int = 30, low: int = 32, high: int = 260, seed: int = 0
 ) -> list[Request]:
     """The published short workload: 30 queries, prompts and outputs of 32 to 260 tokens each.
 
