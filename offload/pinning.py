@@ -72,9 +72,14 @@ class CudaPinner:
 
 def _register(address: int, nbytes: int) -> None:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(cudart.cudaHostRegister(address, nbytes, CUDA_HOST_REGISTER_PORTABLE)))
+    _check(int(cudart.cudaHostRegister(address, nbytes, CUDA_HOST_REGISTER_PORTABLE)))
 
 
 def _unregister(address: int) -> None:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(cudart.cudaHostUnregister(address)))
+    _check(int(cudart.cudaHostUnregister(address)))
+
+
+def _check(code: int) -> None:
+    if code:
+        raise torch.cuda.CudaError(code)

@@ -237,6 +237,13 @@ class ParkedStore:
         Returns:
             Bytes given back.
         """
+        for parked in self._entries.values():
+            # An aborted load is of no use any more, but keeps its target on the device as long as we keep it.
+            parked.transfers = [
+                transfer
+                for transfer in parked.transfers
+                if not transfer.done() or (parked.ticket is not None and parked.ticket.transfer is transfer)
+            ]
         before = self.retiring_bytes
         waiting: list[Entry] = []
         for entry in self._retiring:
