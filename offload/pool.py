@@ -233,6 +233,8 @@ class HostPool:
 
     def _make_chunk(self, at: int, *, commit: bool = False) -> None:
         """Make the chunk if there is none yet. Touches pages only before anybody can own them."""
+        if self._chunks[at] is not None:  # Without the lock: nobody waits for the page lock of another chunk.
+            return
         with self._chunk_lock:
             if self._chunks[at] is not None:
                 return

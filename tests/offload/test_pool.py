@@ -233,8 +233,10 @@ def test_warm_up_holds_up_only_who_needs_the_same_chunk() -> None:
     assert pool.used_bytes == 700
     pool.release(more)
     pool.check_integrity()
+    assert pinner.calls == [1000], "the second lock call is still under way"
     pinner.gate.set()
     warmer.join(30)
+    assert (pinner.calls, pool.pin_error) == ([1000] * 3, None)
     pool.release(held)
     pool.close()
 
