@@ -62,6 +62,16 @@ class CausalModel:
         """The model's own name, or its family."""
         return str(getattr(self.config, "_name_or_path", "") or self.config.model_type)
 
+    @contextlib.contextmanager
+    def attention(self, name: str) -> Iterator[None]:
+        """Run forwards inside with another registered attention function."""
+        usual = self.config._attn_implementation  # noqa: SLF001 - the public setter walks all modules
+        self.config._attn_implementation = name  # noqa: SLF001
+        try:
+            yield
+        finally:
+            self.config._attn_implementation = usual  # noqa: SLF001
+
     def new_cache(self) -> Cache:
         """An empty cache whose attention layers keep every column."""
         return use_column_layers(self._dynamic_cache())
