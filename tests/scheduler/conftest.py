@@ -1,6 +1,6 @@
 """Factories of views, a check of plans against the contract, and a small pure engine that executes them.
 
-Longer than 400 lines: in importlib mode tests share code through conftest only, and the engine checks every plan.
+Longer than 400 lines: in importlib mode tests share code through conftest only; the engine checks every plan.
 """
 
 from __future__ import annotations
