@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,12 @@ from tokenizers.models import BPE
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -21,9 +26,15 @@ from transformers import (
 )
 
 from batond.daemon.engine import LocalEngine
+from batond.daemon.engine.build import probe_layout
+from batond.daemon.engine.model import CausalModel
+from batond.daemon.engine.padded import PaddedBatch
+from batond.daemon.engine.ring import RingBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from batond.offload.slice import KVSlice
 
 VOCABULARY = 160
 
@@ -84,11 +95,52 @@ def _falcon() -> Any:
     return FalconForCausalLM(config)
 
 
+def _gemma2() -> Any:
+    config = Gemma2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        sliding_window=8,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+        query_pre_attn_scalar=8,
+        eos_token_id=2,
+    )
+    return Gemma2ForCausalLM(config)
+
+
+def _gpt_oss() -> Any:
+    config = GptOssConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        sliding_window=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    return GptOssForCausalLM(config)
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "mistral": _mistral,
     "gpt2": _gpt2,
     "falcon": _falcon,
+    "gemma2": _gemma2,
+    "gpt_oss": _gpt_oss,
 }
 
 
@@ -101,6 +153,11 @@ def make_model(family: str) -> Any:
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.25)
     return model
+
+
+@pytest.fixture(scope="session")
+def make_family() -> Callable[[str], Any]:
+    return functools.cache(make_model)
 
 
 @pytest.fixture(scope="session")
@@ -138,6 +195,34 @@ def solo() -> Callable[..., list[int]]:
         return tokens
 
     return run
+
+
+class Bench:
+    """One model, its layout, and batches and slices of it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = CausalModel(model, "cpu")
+        self.layout = probe_layout(self.model)
+
+    def batch(self, rows: int) -> PaddedBatch:
+        return PaddedBatch(self.model, rows, self.layout)
+
+    def ring(self, rows: int, capacity: int) -> RingBatch:
+        return RingBatch(self.model, rows, self.layout, capacity)
+
+    def prefilled(self, tokens: list[int]) -> KVSlice:
+        single = self.batch(1)
+        single.step({0: tokens})
+        return single.extract(0)
+
+    def alone(self, tokens: list[int]) -> torch.Tensor:
+        """Logits after the tokens, computed at once, float32 of shape [vocabulary]."""
+        return self.batch(1).step({0: tokens})[0]
+
+
+@pytest.fixture(scope="session")
+def make_bench() -> Callable[[Any], Bench]:
+    return Bench
 
 
 @pytest.fixture

@@ -7,39 +7,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from batond.daemon.engine.build import probe_layout
-from batond.daemon.engine.model import CausalModel
-from batond.daemon.engine.padded import PaddedBatch
 from batond.daemon.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from batond.offload.slice import KVSlice
+    from collections.abc import Callable
+
+    MakeBench = Callable[[Any], Any]
 
 TOLERANCE = 1e-4
 
 
-class Bench:
-    """One model, and batches of it."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = CausalModel(model, "cpu")
-        self.layout = probe_layout(self.model)
-
-    def batch(self, rows: int) -> PaddedBatch:
-        return PaddedBatch(self.model, rows, self.layout)
-
-    def prefilled(self, tokens: list[int]) -> KVSlice:
-        single = self.batch(1)
-        single.step({0: tokens})
-        return single.extract(0)
-
-    def alone(self, tokens: list[int]) -> torch.Tensor:
-        return self.batch(1).step({0: tokens})[0]
-
-
 @pytest.fixture(scope="session")
-def bench(any_model: Any) -> Bench:
-    return Bench(any_model)
+def bench(any_model: Any, make_bench: Callable[[Any], Any]) -> Any:
+    return make_bench(any_model)
 
 
 def prompt(length: int, stride: int = 7) -> list[int]:
@@ -50,7 +30,7 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     return float((left - right).abs().max()) < TOLERANCE
 
 
-def test_embedding_a_shorter_query_pads_its_own_row(bench: Bench) -> None:
+def test_embedding_a_shorter_query_pads_its_own_row(bench: Any) -> None:
     batch = bench.batch(2)
     batch.embed(0, bench.prefilled(prompt(12)))
     batch.embed(1, bench.prefilled(prompt(5, 11)))
@@ -60,7 +40,7 @@ def test_embedding_a_shorter_query_pads_its_own_row(bench: Bench) -> None:
     assert close(logits[1], bench.alone([*prompt(5, 11), 8]))
 
 
-def test_embedding_a_longer_query_pads_all_other_rows(bench: Bench) -> None:
+def test_embedding_a_longer_query_pads_all_other_rows(bench: Any) -> None:
     batch = bench.batch(3)
     batch.embed(2, bench.prefilled(prompt(4)))
     batch.step({2: [9]})
@@ -71,7 +51,7 @@ def test_embedding_a_longer_query_pads_all_other_rows(bench: Bench) -> None:
     assert close(logits[0], bench.alone([*prompt(17, 11), 8]))
 
 
-def test_freeing_the_longest_row_releases_its_leading_columns(bench: Bench) -> None:
+def test_freeing_the_longest_row_releases_its_leading_columns(bench: Any) -> None:
     batch = bench.batch(2)
     batch.embed(0, bench.prefilled(prompt(20)))
     batch.embed(1, bench.prefilled(prompt(6, 11)))
@@ -86,7 +66,7 @@ def test_freeing_the_longest_row_releases_its_leading_columns(bench: Bench) -> N
     batch.check_integrity()
 
 
-def test_round_trip_is_byte_for_byte(bench: Bench) -> None:
+def test_round_trip_is_byte_for_byte(bench: Any) -> None:
     """R4: a row only ever gives back its own bytes, whatever happened around it."""
     batch = bench.batch(3)
     mine, mate = bench.prefilled(prompt(9)), bench.prefilled(prompt(14, 11))
@@ -104,16 +84,16 @@ def test_round_trip_is_byte_for_byte(bench: Bench) -> None:
     assert torch.equal(batch.extract(2).tokens, out.tokens)
 
 
-def test_chunks_equal_one_prefill(bench: Bench) -> None:
+def test_chunks_equal_one_prefill(bench: Any) -> None:
     single = bench.batch(1)
     for begin in range(0, 13, 5):
         logits = single.step({0: prompt(13)[begin : begin + 5]})
     assert close(logits[0], bench.alone(prompt(13)))
 
 
-def test_many_lengths_in_one_batch_equal_each_alone(llama: Any) -> None:
+def test_many_lengths_in_one_batch_equal_each_alone(llama: Any, make_bench: MakeBench) -> None:
     """Q9: lengths 1..65 in one batch, fp32: largest logit difference under 1e-4."""
-    bench = Bench(llama)
+    bench = make_bench(llama)
     lengths = range(1, 66)
     batch = bench.batch(len(lengths))
     for row, length in enumerate(lengths):
@@ -124,9 +104,9 @@ def test_many_lengths_in_one_batch_equal_each_alone(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17])
-def test_sliding_window_edges(length: int, mistral: Any) -> None:
+def test_sliding_window_edges(length: int, mistral: Any, make_bench: MakeBench) -> None:
     """Q8: prompt of window-1, window, window+1 beside a longer mate, parked and embedded in another row."""
-    bench = Bench(mistral)
+    bench = make_bench(mistral)
     batch = bench.batch(2)
     batch.embed(0, bench.prefilled(prompt(30, 11)))
     batch.embed(1, bench.prefilled(prompt(length)))
@@ -138,8 +118,8 @@ def test_sliding_window_edges(length: int, mistral: Any) -> None:
     assert close(batch.step({0: [6]})[0], bench.alone([*prompt(length), 5, 6]))
 
 
-def test_shaping_prefills_a_newcomer_inside_the_step(llama: Any) -> None:
-    bench = Bench(llama)
+def test_shaping_prefills_a_newcomer_inside_the_step(llama: Any, make_bench: MakeBench) -> None:
+    bench = make_bench(llama)
     batch = bench.batch(3)
     batch.step({0: prompt(6)})
     logits = batch.step({0: [5], 1: prompt(9, 11)})
@@ -156,14 +136,14 @@ def test_shaping_prefills_a_newcomer_inside_the_step(llama: Any) -> None:
     assert close(batch.step({2: [9]})[2], bench.alone([*prompt(6), 5, 6, 9]))
 
 
-def test_shaping_beside_a_running_row_is_refused_with_windows(mistral: Any) -> None:
-    batch = Bench(mistral).batch(2)
+def test_shaping_beside_a_running_row_is_refused_with_windows(mistral: Any, make_bench: MakeBench) -> None:
+    batch = make_bench(mistral).batch(2)
     batch.step({0: prompt(6)})
     with pytest.raises(UnsupportedModelError, match="decoupled"):
         batch.step({0: [5], 1: prompt(9)})
 
 
-def test_an_occupied_row_is_never_overwritten(bench: Bench) -> None:
+def test_an_occupied_row_is_never_overwritten(bench: Any) -> None:
     batch = bench.batch(2)
     batch.embed(0, bench.prefilled(prompt(3)))
     with pytest.raises(RuntimeError, match="occupied"):
