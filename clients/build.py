@@ -6,7 +6,9 @@ import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
+
+from google.protobuf.message import Message
 
 from batond.clients.errors import InvalidRequestError
 from batond.v1 import admin_pb2, jobs_pb2, types_pb2
@@ -27,6 +29,9 @@ class ChatMessage:
 
 #: A turn as `ChatMessage`, or as the mapping {"role": ..., "content": ...} that chat libraries use.
 Turn: TypeAlias = ChatMessage | Mapping[str, str]
+
+
+Named = TypeVar("Named", bound=Message)
 
 
 class JobOptions(TypedDict, total=False):
@@ -121,6 +126,18 @@ def spec(prompt: str | None, options: JobOptions) -> types_pb2.JobSpec:
         _set(message.sampling, name, options.get(name))
     stop = options.get("stop")
     _set(message.sampling, "stop", [stop] if isinstance(stop, str) else stop)
+    return message
+
+
+def named(kind: type[Named], **fields: str) -> Named:
+    """Makes a request that says which job, and whose.
+
+    Raises:
+        InvalidRequestError: A value that its field can't hold.
+    """
+    message = kind()
+    for name, value in fields.items():
+        _set(message, name, value)
     return message
 
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class StreamCursor:
     """Lets each token, each text and each life-cycle step through once.
 
-    A stream that breaks is taken up with WatchJob at `next_token_index`, where the daemon goes on with tokens and
-    text exactly where it had stopped. What may come twice all the same: the flush of held-back text (a chunk
-    without tokens, at most one an index), and where the job stands (queued, started).
+    A stream that breaks is taken up with WatchJob at `next_token_index`, where the daemon goes on with tokens
+    and text exactly where it had stopped. What may come twice all the same: the flush of held-back text (a
+    chunk without tokens, at most one an index), and where the job stands (queued, started).
 
     Attributes:
         next_token_index: Index of the first token not seen yet.

@@ -1,0 +1,258 @@
+"""The asyncio client: the same calls as the synchronous one, to be awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import grpc
+
+from batond.clients import build, convert, errors, outcome
+from batond.clients.aio_stream import AsyncJobStream
+from batond.clients.follow import Follow
+from batond.clients.model import BatchSnapshot, JobInfo, JobPage, JobState, ServerInfo
+from batond.clients.retry import Backoff, RetryPolicy
+from batond.clients.transport import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, ClientTLS, connection
+from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable
+
+    from batond.clients.build import JobOptions
+    from batond.clients.follow import Request
+
+
+class AsyncClient:
+    """Talks to one daemon.
+
+    Calls that answer once are tried again while the daemon is away or says when to come back; that is safe,
+    because a submission always carries an id. Parking, resuming and draining are not repeated. Streams that
+    break are taken up again at the next token, so that each token is seen once. It belongs to the
+    event loop it was made in; tasks may share it.
+
+    Args:
+        target: "host:port", "unix:///path" or the absolute path of a socket.
+        token: The tenant's token, if the daemon wants one.
+        tls: None is plain text.
+        timeout_s: Longest time of a call that answers once, retries included.
+        retry: How patient the client is.
+        allow_plaintext_token: Send the token without TLS to another host all the same.
+
+    Raises:
+        ValueError: The token would cross a network in plain text.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        token: str | None = None,
+        tls: ClientTLS | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        retry: RetryPolicy | None = None,
+        allow_plaintext_token: bool = False,
+    ) -> None:
+        way = connection(target, token=token, tls=tls, allow_plaintext_token=allow_plaintext_token)
+        if way.credentials is None:
+            self._channel = grpc.aio.insecure_channel(way.target, way.options)
+        else:
+            self._channel = grpc.aio.secure_channel(way.target, way.credentials, way.options)
+        self._metadata = way.metadata
+        self._timeout_s = timeout_s
+        self._retry = retry or RetryPolicy()
+        self._jobs = jobs_pb2_grpc.JobServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection and every stream on it."""
+        await self._channel.close()
+
+    # -- jobs -----------------------------------------------------------------------------------------------
+
+    async def submit(self, prompt: str | None = None, **options: Unpack[JobOptions]) -> JobInfo:
+        """Submits a job and returns at once; it runs whether anybody watches or not.
+
+        Args:
+            prompt: The prompt as text; or give `messages` or `token_ids`.
+            options: See `JobOptions`.
+
+        Raises:
+            InvalidRequestError: Something in the request can't be.
+            AlreadyExistsError: The job id belongs to a job with another body.
+            BatondClientError: See `batond.clients.errors`.
+        """
+        response = await self._call(self._jobs.SubmitJob, build.submit(prompt, options))
+        return convert.job(response.job)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        detached: bool = False,
+        timeout_s: float | None = None,
+        **options: Unpack[JobOptions],
+    ) -> AsyncJobStream:
+        """Submits a job and streams its events.
+
+        Args:
+            prompt: As in `submit`.
+            detached: Let the job go on when the stream is closed early; by default that cancels it. A network
+                that breaks looks like a close to the daemon, so jobs that must survive one are best detached.
+            timeout_s: Longest time of the whole stream; None is no bound.
+            options: See `JobOptions`.
+
+        Returns:
+            The stream; nothing is sent before its first event is asked for. Use it as a context manager.
+        """
+        request = build.generate(prompt, options, detached=detached)
+        return self._stream(request.job_id, timeout_s, generation=request)
+
+    async def generate_text(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[JobOptions]
+    ) -> str:
+        """Submits a job, waits for it and returns its text.
+
+        Raises:
+            JobFailedError: The job can't be finished.
+            JobCancelledError: Somebody cancelled it.
+        """
+        async with self.generate(prompt, timeout_s=timeout_s, **options) as stream:
+            return outcome.succeeded(await stream.last_job()).text
+
+    def watch(
+        self, job_id: str, from_token_index: int = 0, *, timeout_s: float | None = None
+    ) -> AsyncJobStream:
+        """Streams the events of a job from a token on. Closing the stream changes nothing."""
+        build.watch(job_id, from_token_index)  # Refuses a wrong argument here and not at the first event.
+        return self._stream(job_id, timeout_s, from_token_index=from_token_index)
+
+    async def wait(self, job_id: str, *, timeout_s: float | None = None) -> JobInfo:
+        """Waits until a job is final, whatever its end.
+
+        Raises:
+            ClientDeadlineError: `timeout_s` is over; the job goes on.
+        """
+        async with self.watch(job_id, timeout_s=timeout_s) as stream:
+            return await stream.last_job()
+
+    async def result(self, job_id: str, *, timeout_s: float | None = None) -> JobInfo:
+        """Waits for a job that is expected to succeed.
+
+        Raises:
+            JobFailedError: The job can't be finished.
+            JobCancelledError: Somebody cancelled it.
+        """
+        return outcome.succeeded(await self.wait(job_id, timeout_s=timeout_s))
+
+    async def get(self, job_id: str) -> JobInfo:
+        """Returns a job as it stands."""
+        response = await self._call(self._jobs.GetJob, build.named(jobs_pb2.GetJobRequest, job_id=job_id))
+        return convert.job(response.job)
+
+    async def list_page(
+        self, states: Iterable[JobState] = (), *, page_size: int = 0, page_token: str = ""
+    ) -> JobPage:
+        """Returns one page of the tenant's jobs, newest first, without their output."""
+        response = await self._call(self._jobs.ListJobs, build.list_jobs(states, page_size, page_token))
+        return JobPage(
+            jobs=tuple(convert.job(job) for job in response.jobs), next_page_token=response.next_page_token
+        )
+
+    async def list(self, states: Iterable[JobState] = (), *, page_size: int = 0) -> AsyncIterator[JobInfo]:
+        """Yields the tenant's jobs, newest first, without their output; fetches pages as they are needed."""
+        states, page_token = tuple(states), ""
+        while True:
+            page = await self.list_page(states, page_size=page_size, page_token=page_token)
+            for job in page.jobs:
+                yield job
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    async def cancel(self, job_id: str) -> JobInfo:
+        """Ends a job; one that is final already is returned as it is."""
+        response = await self._call(
+            self._jobs.CancelJob, build.named(jobs_pb2.CancelJobRequest, job_id=job_id)
+        )
+        return convert.job(response.job)
+
+    # -- the daemon -----------------------------------------------------------------------------------------
+
+    async def server_info(self) -> ServerInfo:
+        """Returns what the daemon serves, and within which limits."""
+        return convert.server_info(
+            await self._call(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest())
+        )
+
+    async def watch_batch(self, min_interval_s: float | None = None) -> AsyncIterator[BatchSnapshot]:
+        """Yields the batch as it stands, as it changes; ends when the daemon ends or the caller closes it."""
+        request = build.watch_batch(min_interval_s)
+        call = self._admin.WatchBatch(request, metadata=self._metadata)
+        try:
+            async for response in call:
+                yield convert.snapshot(response.snapshot)
+        except grpc.RpcError as error:
+            raise errors.from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    async def park(self, job_id: str, *, tenant: str = "") -> JobInfo:
+        """Takes the row of a running job and holds it until `resume`."""
+        request = build.named(admin_pb2.ParkJobRequest, job_id=job_id, tenant=tenant)
+        return convert.job((await self._call(self._admin.ParkJob, request, attempts=1)).job)
+
+    async def resume(self, job_id: str, *, tenant: str = "") -> JobInfo:
+        """Lets a job parked by hand compete for a row again."""
+        request = build.named(admin_pb2.ResumeJobRequest, job_id=job_id, tenant=tenant)
+        return convert.job((await self._call(self._admin.ResumeJob, request, attempts=1)).job)
+
+    async def drain(self, drain_timeout_s: float | None = None) -> int:
+        """Tells the daemon to take no more jobs, finish or hand back what it has, and stop.
+
+        Returns:
+            How many jobs were in the engine then.
+        """
+        response = await self._call(self._admin.Drain, build.drain(drain_timeout_s), attempts=1)
+        return int(response.running_jobs)
+
+    def _stream(
+        self,
+        job_id: str,
+        timeout_s: float | None,
+        *,
+        generation: jobs_pb2.GenerateStreamRequest | None = None,
+        from_token_index: int = 0,
+    ) -> AsyncJobStream:
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        follow = Follow(
+            job_id, self._retry, generation=generation, from_token_index=from_token_index, end_s=end_s
+        )
+        return AsyncJobStream(follow, self._start, self.cancel)
+
+    def _start(self, request: Request, timeout_s: float | None) -> Any:
+        starts = isinstance(request, jobs_pb2.GenerateStreamRequest)
+        method = self._jobs.GenerateStream if starts else self._jobs.WatchJob
+        return method(request, timeout=timeout_s, metadata=self._metadata)
+
+    async def _call(self, method: Callable[..., Any], request: object, *, attempts: int | None = None) -> Any:
+        """Makes a call that answers once, again if that may help, within the client's time-out."""
+        end_s = time.monotonic() + self._timeout_s
+        backoff = Backoff(attempts or self._retry.attempts, self._retry)
+        while True:
+            try:
+                left_s = max(0.0, end_s - time.monotonic())
+                return await method(request, timeout=left_s, metadata=self._metadata)
+            except grpc.RpcError as raised:
+                now_s = time.monotonic()
+                error = errors.from_rpc_error(raised, time_is_over=now_s >= end_s)
+                delay_s = backoff.delay_s(error)
+                if delay_s is None or now_s + delay_s >= end_s:
+                    raise error from raised
+            await asyncio.sleep(delay_s)

@@ -1,0 +1,95 @@
+"""How a client follows one job over any number of streams. Pure: what to send next, whether to try again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from batond.clients import build
+from batond.clients.cursor import StreamCursor
+from batond.clients.errors import BatondClientError, UnavailableError
+from batond.clients.retry import Backoff, RetryPolicy
+from batond.v1 import jobs_pb2
+
+if TYPE_CHECKING:
+    from batond.clients.model import Event
+
+Request = jobs_pb2.GenerateStreamRequest | jobs_pb2.WatchJobRequest
+Response = jobs_pb2.GenerateStreamResponse | jobs_pb2.WatchJobResponse
+
+
+class Follow:
+    """The state of following a job.
+
+    A generation starts with GenerateStream, which is repeated until the first event came; the id makes that
+    safe. From then on, and for a watch from the start, WatchJob takes up the job at the next token.
+
+    Attributes:
+        job_id: The job's id.
+        cursor: How far the events have come.
+        end_s: When the caller's time-out is over, on the caller's clock; None is never.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        retry: RetryPolicy,
+        *,
+        generation: jobs_pb2.GenerateStreamRequest | None = None,
+        from_token_index: int = 0,
+        end_s: float | None = None,
+    ) -> None:
+        self.job_id = job_id
+        self.cursor = StreamCursor(from_token_index)
+        self.end_s = end_s
+        self._retry = retry
+        self._generation = generation
+        # A daemon that isn't there is told soon; one that is lost in the middle is waited for.
+        self._backoff = Backoff(retry.attempts, retry)
+        self._attached = False  # Whether the end of the present call ends the job.
+
+    def next_request(self) -> Request:
+        """Says what opens the next stream."""
+        if self._generation is not None and not self.cursor.started:
+            self._attached = not self._generation.detached
+            return self._generation
+        return build.watch(self.job_id, self.cursor.next_token_index)
+
+    def timeout_s(self, now_s: float) -> float | None:
+        """Says how long the next call may take."""
+        return None if self.end_s is None else max(0.0, self.end_s - now_s)
+
+    def time_is_over(self, now_s: float) -> bool:
+        """Whether the caller's time-out is over."""
+        return self.end_s is not None and now_s >= self.end_s
+
+    def accept(self, response: Response) -> Event | None:
+        """Takes in a message; gives None if there is nothing new in it."""
+        if not self.cursor.started:
+            self._backoff = Backoff(self._retry.stream_attempts, self._retry)
+        event = self.cursor.accept(response.event)
+        if event is not None:
+            self._backoff.reset()
+        return event
+
+    def broken(self, error: BatondClientError, now_s: float) -> float:
+        """Notes that the stream broke, and says how long to wait before the next.
+
+        Raises:
+            BatondClientError: `error`: trying again can't help, or there is no time left.
+        """
+        self._attached = False
+        delay_s = self._backoff.delay_s(error)
+        if delay_s is None or (self.end_s is not None and now_s + delay_s >= self.end_s):
+            raise error
+        return delay_s
+
+    def ended_early(self) -> UnavailableError:
+        """Gives the error for a stream that ended cleanly without the job's final event."""
+        return UnavailableError("the stream ended before the job did", reason="STREAM_ENDED")
+
+    def needs_cancel(self) -> bool:
+        """Whether a close must cancel the job by a call: the job is the stream's own, yet it only watches now."""
+        generation = self._generation
+        if generation is None or generation.detached or self._attached:
+            return False
+        return self.cursor.started and not self.cursor.finished

@@ -1,0 +1,130 @@
+"""The events of one job for synchronous callers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc
+
+from batond.clients import errors
+from batond.clients.model import Event, Finished, JobInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batond.clients.follow import Follow, Request
+
+
+class JobStream:
+    """The events of one job, over any number of reconnections.
+
+    Iterate it in one thread; close it from any, or use it as a context manager. Closing a generation that
+    isn't final cancels the job, unless it was started detached; closing a watch changes nothing.
+    """
+
+    def __init__(
+        self,
+        follow: Follow,
+        start: Callable[[Request, float | None], Any],
+        cancel: Callable[[str], object],
+    ) -> None:
+        self._follow = follow
+        self._start = start
+        self._cancel = cancel
+        self._call: Any = None
+        self._closed = threading.Event()
+
+    @property
+    def job_id(self) -> str:
+        """The job's id, known before the first event."""
+        return self._follow.job_id
+
+    @property
+    def next_token_index(self) -> int:
+        """Index of the first token not seen yet: where `watch` would go on."""
+        return self._follow.cursor.next_token_index
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        """Waits for the next event.
+
+        Raises:
+            StopIteration: The job is final, or this stream is closed.
+            CallCancelledError: Another thread closed the stream meanwhile.
+            BatondClientError: See `batond.clients.errors`.
+        """
+        if self._closed.is_set():
+            raise StopIteration
+        while True:
+            response, cause = self._read()
+            if response is not None:
+                event = self._follow.accept(response)
+                if event is not None:
+                    return event
+            elif self._follow.cursor.finished:
+                raise StopIteration
+            else:
+                self._wait_to_reconnect(cause)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the stream."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._call is not None:
+            self._call.cancel()
+        if self._follow.needs_cancel():
+            with contextlib.suppress(errors.BatondClientError):
+                self._cancel(self.job_id)
+
+    def last_job(self) -> JobInfo:
+        """Reads the stream to its end and returns the job in its final state.
+
+        Raises:
+            CallCancelledError: The stream was closed before.
+        """
+        for event in self:
+            if isinstance(event, Finished):
+                return event.job
+        raise errors.CallCancelledError(f"the stream of job {self.job_id} was closed before its end")
+
+    def _read(self) -> tuple[Any, grpc.RpcError | None]:
+        """Reads one message; (None, error) if the call is over, without an error if it ended cleanly."""
+        if self._call is None:
+            timeout_s = self._follow.timeout_s(time.monotonic())
+            self._call = self._start(self._follow.next_request(), timeout_s)
+            # Whoever closes sets the flag first and then looks for a call: one of the two sees the other.
+            if self._closed.is_set():
+                self._call.cancel()
+        try:
+            return next(self._call, None), None
+        except grpc.RpcError as raised:
+            return None, raised
+
+    def _wait_to_reconnect(self, cause: grpc.RpcError | None) -> None:
+        """Waits as long as is right after the loss of the call; raises if another try can't help."""
+        self._call = None
+        if self._closed.is_set():
+            raise errors.CallCancelledError("the stream was closed") from cause
+        now_s = time.monotonic()
+        if cause is None:
+            error: errors.BatondClientError = self._follow.ended_early()
+        else:
+            error = errors.from_rpc_error(cause, time_is_over=self._follow.time_is_over(now_s))
+        try:
+            delay_s = self._follow.broken(error, now_s)
+        except errors.BatondClientError as final:
+            raise final from cause
+        if self._closed.wait(delay_s):
+            raise errors.CallCancelledError("the stream was closed while it reconnected") from cause
