@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -71,13 +71,16 @@ class CudaPinner:
 
 
 def _register(address: int, nbytes: int) -> None:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    _check(int(cudart.cudaHostRegister(address, nbytes, CUDA_HOST_REGISTER_PORTABLE)))
+    _check(int(_cudart().cudaHostRegister(address, nbytes, CUDA_HOST_REGISTER_PORTABLE)))
 
 
 def _unregister(address: int) -> None:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    _check(int(cudart.cudaHostUnregister(address)))
+    _check(int(_cudart().cudaHostUnregister(address)))
+
+
+def _cudart() -> Any:
+    """The CUDA runtime as PyTorch binds it; it has no annotations."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _check(code: int) -> None:
