@@ -63,7 +63,7 @@ class RingBatch:
         self._state = torch.zeros(rows, layout.state_bytes, dtype=torch.uint8, device=model.device)
         self._lengths = [0] * rows
         self._cursor = -1  # Newest column; -1 before the first.
-        self._window = RingWindow(capacity)
+        self._window = RingWindow(capacity, model.device)
         self._cache = self._ring_cache()
 
     @property
@@ -125,7 +125,7 @@ class RingBatch:
         device = self.device
         with active_window(self._window), self._model.attention(RING_ATTENTION):
             return self._model.forward(
-                input_ids.to(device), self._window.padding_mask(device), position_ids.to(device), self._cache
+                input_ids.to(device), self._window.padding_mask(), position_ids.to(device), self._cache
             )
 
     def check_integrity(self) -> None:
