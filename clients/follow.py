@@ -88,7 +88,7 @@ class Follow:
         return UnavailableError("the stream ended before the job did", reason="STREAM_ENDED")
 
     def needs_cancel(self) -> bool:
-        """Whether a close must cancel the job by a call: the job is the stream's own, yet it only watches now."""
+        """Whether a close must cancel the job by a call: it is the stream's own, which only watches now."""
         generation = self._generation
         if generation is None or generation.detached or self._attached:
             return False
