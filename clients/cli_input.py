@@ -1,0 +1,116 @@
+"""What batonctl understands: the options that commands share, and how they become a client and a job."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from batond.clients.client import Client
+from batond.clients.model import JobState
+
+if TYPE_CHECKING:
+    from batond.clients.build import JobOptions
+    from batond.clients.transport import ClientTLS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the options before the command say."""
+
+    server: str
+    token: str | None
+    tls: ClientTLS | None
+    timeout_s: float
+    allow_plaintext_token: bool
+
+    def client(self) -> Client:
+        """Makes the client; sends nothing yet."""
+        return Client(
+            self.server,
+            token=self.token,
+            tls=self.tls,
+            timeout_s=self.timeout_s,
+            allow_plaintext_token=self.allow_plaintext_token,
+        )
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one value a line.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
+TenantOption = Annotated[str, typer.Option(help="Whose job it is; your own tenant if left out.")]
+PromptArgument = Annotated[
+    str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; '-' reads standard input.")
+]
+SystemOption = Annotated[
+    str | None, typer.Option(help="A system message; makes it a chat, the prompt being the user's turn.")
+]
+ChatOption = Annotated[
+    bool, typer.Option("--chat", help="Send the prompt through the model's chat template.")
+]
+TokenIdsOption = Annotated[
+    str | None, typer.Option(help="Token ids instead of a prompt, separated by commas.")
+]
+ClassOption = Annotated[str | None, typer.Option("--class", "-c", help="Class of service; see `info`.")]
+ModelOption = Annotated[str | None, typer.Option(help="The model; the one served if left out.")]
+MaxTokensOption = Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens to emit.")]
+TemperatureOption = Annotated[float | None, typer.Option(help="0 is greedy.")]
+TopKOption = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")]
+TopPOption = Annotated[float | None, typer.Option(help="Keep the smallest set reaching this probability.")]
+SeedOption = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
+StopOption = Annotated[list[str] | None, typer.Option(help="String that ends the generation; repeatable.")]
+IgnoreEosOption = Annotated[
+    bool, typer.Option("--ignore-eos", help="Don't end at the model's end-of-sequence ids.")
+]
+IdOption = Annotated[
+    str | None, typer.Option("--id", help="Your own id; the same id again attaches to the job.")
+]
+LabelOption = Annotated[list[str] | None, typer.Option("--label", help="NAME=VALUE; repeatable.")]
+
+
+def job_options(labels: list[str] | None, **given: object) -> JobOptions:
+    """Gathers what the caller set; the rest is left to the daemon."""
+    options: JobOptions = {}
+    for name, value in given.items():
+        if value is not None and value is not False:
+            options[name] = value  # type: ignore[literal-required]  # commands name their options as JobOptions does
+    if labels:
+        options["labels"] = dict(_label(text) for text in labels)
+    return options
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--label")
+    return name, value
+
+
+def add_prompt(
+    options: JobOptions, prompt: str | None, *, system: str | None, chat: bool, token_ids: str | None
+) -> str | None:
+    """Puts the input in its form; gives the prompt if it goes as plain text."""
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    if token_ids is not None:
+        try:
+            options["token_ids"] = [int(part) for part in token_ids.split(",")]
+        except ValueError as error:
+            raise typer.BadParameter("must be whole numbers and commas", param_hint="--token-ids") from error
+        return prompt
+    if prompt is None:
+        raise typer.BadParameter("give a prompt, '-' for standard input, or --token-ids")
+    if not chat and system is None:
+        return prompt
+    turns = [{"role": "system", "content": system}] if system is not None else []
+    options["messages"] = [*turns, {"role": "user", "content": prompt}]
+    return None
+
+
+def job_state(name: str) -> JobState:
+    """Reads the name of a state."""
+    known = [state.value for state in JobState if state is not JobState.UNKNOWN]
+    if name.lower() not in known:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint="--state")
+    return JobState(name.lower())

@@ -1,0 +1,157 @@
+"""What batonctl prints: JSON for programs, tables for people, one line for an error; and its exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.table import Table
+from rich.text import Text
+
+from batond.clients import errors
+from batond.clients.model import Event, JobInfo, ServerInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: Exit codes by kind of error, the first that fits; 0 is success, 2 wrong usage, 130 interrupted.
+EXIT_CODES: Final[tuple[tuple[type[errors.BatondClientError], int], ...]] = (
+    (errors.JobEndedError, 1),
+    (errors.NotFoundError, 4),
+    (errors.AlreadyExistsError, 5),
+    (errors.WrongStateError, 5),
+    (errors.RequestError, 3),
+    (errors.AccessError, 6),
+    (errors.RetryLaterError, 7),
+    (errors.TimeoutExpiredError, 8),
+    (errors.BatondClientError, 9),
+)
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+def exit_code(error: errors.BatondClientError) -> int:
+    """Gives the exit code for an error."""
+    return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
+
+
+def error_line(error: errors.BatondClientError) -> str:
+    """Puts an error into one line: what happened, what to do, the daemon's constant."""
+    fields = "; ".join(f"{name}: {what}" for name, what in error.fields.items() if what not in error.message)
+    parts = [str(error), fields, f"[{error.reason}]" if error.reason else ""]
+    if error.retry_after_s is not None:
+        parts.append(f"retry in {error.retry_after_s:g} s")
+    return " ".join(" ".join(part for part in parts if part).split())
+
+
+def usage_line(error: Exception) -> str:
+    """Puts an error of usage into one line."""
+    # format_message names the option; not every exception that may come here has it.
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    return f"{' '.join(message.split())} (see batonctl --help)"
+
+
+def to_json(value: object) -> str:
+    """Gives one line of JSON; an event says in "event" what it is."""
+    return json.dumps(_plain(value), ensure_ascii=False)
+
+
+def job_table(job: JobInfo) -> Table:
+    """Draws one job."""
+    table = Table.grid(padding=(0, 2))
+    rows: list[tuple[str, object]] = [
+        ("job", job.job_id),
+        ("tenant", job.tenant),
+        ("state", job.state),
+        ("class", job.effective_sla_class),
+        ("finish reason", job.finish_reason if job.state.final else ""),
+        ("error", f"{job.error_message} [{job.error_reason}]" if job.error_reason else ""),
+        ("position", job.queue_position or ""),
+        ("queued for", f"{job.queue_time_s:.3f} s"),
+        ("tokens", f"{job.prompt_tokens} + {job.output_tokens}"),
+        ("preemptions", job.preemptions),
+        ("recomputed", job.recomputed_tokens),
+        ("attempts", job.attempts),
+        ("created", _when(job.created_time)),
+        ("started", _when(job.started_time)),
+        ("finished", _when(job.finished_time)),
+        *((f"label {name}", value) for name, value in job.labels.items()),
+        ("text", job.text),
+    ]
+    return _filled(table, rows)
+
+
+def jobs_table(jobs: Iterable[JobInfo]) -> Table:
+    """Draws a listing."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("job", "state", "class"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "preemptions"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("created", no_wrap=True)
+    for job in jobs:
+        cells = (
+            job.job_id,
+            job.state,
+            job.effective_sla_class,
+            str(job.output_tokens),
+            str(job.preemptions),
+            _when(job.created_time),
+        )
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def info_table(info: ServerInfo) -> Table:
+    """Draws what a daemon says of itself."""
+    classes = ", ".join(
+        one.name if one.preemptible else f"{one.name} (never parked)" for one in info.sla_classes
+    )
+    rows: list[tuple[str, object]] = [
+        ("version", info.version),
+        ("state", f"{info.state} {info.state_message}".strip()),
+        ("model", info.model),
+        ("device", info.device),
+        ("batch", f"{info.batch_kind}, {info.rows} rows ({info.batch_reason})"),
+        ("preemption", info.preemption_mode),
+        ("policy", info.policy),
+        ("classes", classes),
+        ("default class", info.default_sla_class),
+        ("longest query", f"{info.max_query_tokens} tokens (prompt + max_tokens)"),
+        ("KV", f"{info.kv_bytes_per_token} bytes a token"),
+        ("host pool", f"{info.host_pool_bytes / (1 << 20):.1f} MiB"),
+        ("largest request", f"{info.max_message_bytes} bytes"),
+        ("up for", f"{info.uptime_s:.0f} s"),
+        ("you are", info.tenant),
+        ("libraries", ", ".join(f"{name} {version}" for name, version in info.library_versions.items())),
+    ]
+    return _filled(Table.grid(padding=(0, 2)), rows)
+
+
+def _filled(table: Table, rows: Iterable[tuple[str, object]]) -> Table:
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        if value != "":
+            # Text: what tenants write is never taken for markup.
+            table.add_row(name, Text(str(value)))
+    return table
+
+
+def _when(time: datetime | None) -> str:
+    return time.astimezone().isoformat(sep=" ", timespec="seconds") if time else ""
+
+
+def _plain(value: object) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        plain = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"event": type(value).__name__.lower(), **plain} if isinstance(value, Event) else plain
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
