@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from batond.bench import demo, models, workloads
 from batond.bench import engine as engine_bench
-from batond.bench import models, workloads
 from batond.daemon.errors import BatondError
 
 TABLE_WIDTH = 120
@@ -35,8 +35,7 @@ def engine_command(
 ) -> None:
     """Run the same queries as run_to_completion, pd, inline and decoupled; print times, steps and ratios."""
     console = Console()
-    if console.width < TABLE_WIDTH:  # Not a terminal, or a narrow one: a cut table helps nobody.
-        console.width = TABLE_WIDTH
+    console.width = max(console.width, TABLE_WIDTH)  # A cut table helps nobody.
     if workload not in workloads.WORKLOADS:
         raise typer.BadParameter(f"{workload!r} is not one of {', '.join(workloads.WORKLOADS)}")
     sizes = [int(size) for size in batch.split(",")]
@@ -47,6 +46,14 @@ def engine_command(
     console.print(engine_bench.report(results, requests))
     if output is not None:
         output.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+
+
+@app.command("demo")
+def demo_command() -> None:
+    """Show a preemption on the real daemon: park, urgent answer, resume, equal tokens. Needs no GPU."""
+    console = Console()
+    if not demo.report(console, demo.run(console)):
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -104,6 +104,7 @@ def snapshot(
             sla_class=query.sla_class.name,
             tokens=batch.lengths[row],
             output_tokens=len(query.output_token_ids),
+            max_tokens=query.sampling.max_tokens,
         )
     others = [
         QuerySnapshot(
@@ -114,6 +115,7 @@ def snapshot(
             prompt_tokens=len(query.prompt_token_ids),
             prefilled_tokens=query.prefilled_tokens,
             output_tokens=len(query.output_token_ids),
+            max_tokens=query.sampling.max_tokens,
             parks=query.parks,
             parked_bytes=query.on_host_tokens * batch.layout.record_bytes,
             held=query.held,

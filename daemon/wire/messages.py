@@ -200,6 +200,7 @@ class RowSnapshot(Message, frozen=True):
     sla_class: str = ""
     tokens: int = 0  # Cached tokens of the row.
     output_tokens: int = 0
+    max_tokens: int = 0
 
 
 class QuerySnapshot(Message, frozen=True):
@@ -212,6 +213,7 @@ class QuerySnapshot(Message, frozen=True):
     prompt_tokens: int
     prefilled_tokens: int
     output_tokens: int
+    max_tokens: int
     parks: int
     parked_bytes: int
     held: bool  # Parked by hand.
