@@ -103,23 +103,21 @@ def spec(prompt: str | None, options: JobOptions) -> types_pb2.JobSpec:
         TypeError: An option that does not exist.
     """
     _refuse_unknown(options)
-    given: dict[str, object] = {"prompt": prompt, "messages": options.get("messages")}
-    given["token_ids"] = options.get("token_ids")
+    messages, token_ids = options.get("messages"), options.get("token_ids")
+    given = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
     kinds = [name for name, value in given.items() if value is not None]
     if len(kinds) != 1:
         raise InvalidRequestError(
             f"give exactly one of prompt, messages and token_ids, not {' and '.join(kinds) or 'none'}"
         )
     message = types_pb2.JobSpec()
-    kind = kinds[0]
-    with _field(kind):
-        if kind == "prompt":
-            message.text.CopyFrom(types_pb2.TextInput(text=prompt))
-        elif kind == "messages":
-            turns = [_turn(turn) for turn in options["messages"]]
-            message.chat.CopyFrom(types_pb2.ChatInput(messages=turns))
+    with _field(kinds[0]):
+        if messages is not None:
+            message.chat.CopyFrom(types_pb2.ChatInput(messages=[_turn(turn) for turn in messages]))
+        elif token_ids is not None:
+            message.tokens.CopyFrom(types_pb2.TokenInput(token_ids=token_ids))
         else:
-            message.tokens.CopyFrom(types_pb2.TokenInput(token_ids=options["token_ids"]))
+            message.text.CopyFrom(types_pb2.TextInput(text=prompt))
     for name in SPEC_FIELDS:
         _set(message, name, options.get(name))
     for name in SAMPLING_FIELDS:

@@ -54,8 +54,8 @@ app = typer.Typer(
     add_completion=False,
 )
 
-#: Base of every error of usage. Some releases of typer bring their own copy of click, others import it: this is
-#: right for both, importing click would not be.
+#: Base of every error of usage. Some releases of typer bring their own copy of click, others import it: this
+#: is right for both, importing click would not be.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 
 

@@ -49,8 +49,8 @@ def error_line(error: errors.BatondClientError) -> str:
 def usage_line(error: Exception) -> str:
     """Puts an error of usage into one line."""
     # format_message names the option; not every exception that may come here has it.
-    message = error.format_message() if hasattr(error, "format_message") else str(error)
-    return f"{' '.join(message.split())} (see batonctl --help)"
+    format_message = getattr(error, "format_message", lambda: str(error))
+    return f"{' '.join(format_message().split())} (see batonctl --help)"
 
 
 def to_json(value: object) -> str:
