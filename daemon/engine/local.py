@@ -40,7 +40,7 @@ from batond.daemon.wire.messages import (
     Started,
     Tokens,
 )
-from batond.offload.copies import InlineCopier
+from batond.offload.copies import copier_for
 from batond.offload.pool import HostPool
 from batond.offload.store import ParkedStore
 from batond.policies.classes import SlaClasses
@@ -135,7 +135,11 @@ class LocalEngine:
         chosen, self.batch_reason = choose_batch(batch, self.model, rows, layout)
         self.batch_kind = chosen.kind
         self.preemption_mode = "offload"
-        store = ParkedStore(HostPool(host_pool_bytes), InlineCopier(), poison=poison)
+        on_cuda = self.model.device.type == "cuda"
+        pool = HostPool(host_pool_bytes, pin=on_cuda)
+        if on_cuda:
+            pool.warm_up()  # Page-locks in the background; parks before that use what is ready.
+        store = ParkedStore(pool, copier_for(self.model.device), poison=poison)
         self.residency = Residency(chosen, lambda: PaddedBatch(self.model, 1, layout), store)
         self.planner = Planner(
             load_policy(policy) if isinstance(policy, str) else policy, limits or PlannerLimits()
@@ -254,9 +258,23 @@ class LocalEngine:
         """Whether a step could move any query."""
         return any(not query.held for query in self.queries.values())
 
+    def close(self) -> None:
+        """Cancel what lives and give host memory back; the engine can't be used afterwards."""
+        for query in list(self.queries.values()):
+            self.cancel(query)
+        self.residency.store.close()
+        self.residency.store.pool.close()
+
     def snapshot(self) -> Snapshot:
         """The batch as it stands."""
-        return snapshot(self.counters["steps"], self.queries.values(), self.residency, self.counters)
+        stats = self.residency.store.stats
+        counters = {
+            **self.counters,
+            "corrupt_slices": stats.corruptions,
+            "late_completions": stats.late_completions,
+            "failed_copies": stats.failures,
+        }
+        return snapshot(self.counters["steps"], self.queries.values(), self.residency, counters)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the engine's books contradict each other."""
@@ -272,6 +290,7 @@ class LocalEngine:
     def step(self) -> bool:
         """Plan, prefill, park, place, decode; returns whether anything moved."""
         self.counters["steps"] += 1
+        self.residency.store.collect()
         plan = self._plan()
         self._prefill(plan.chunks)
         self._take_rows(plan.park)
@@ -364,8 +383,7 @@ class LocalEngine:
         """Give the query a row."""
         row = self.residency.place(query)
         if row is None:
-            self.counters["corrupt_slices"] += 1
-            return
+            return  # Its parked copy was damaged: the next plans compute it again.
         back = query.state is QueryState.PARKED
         query.transition(QueryState.RUNNING)
         query.park_seq = query.since_admission_tokens = 0

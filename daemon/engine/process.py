@@ -241,7 +241,10 @@ def engine_main(fd: int, config_json: bytes) -> int:
     try:
         EngineProcess(engine, channel).run()
     except ChannelClosed:
-        return 0  # The front is gone: nobody wants tokens from us any more.
+        pass  # The front is gone: nobody wants tokens from us any more.
+    finally:
+        engine.on_event = None
+        engine.close()
     return 0
 
 

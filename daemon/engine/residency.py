@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from batond.daemon.engine.prefill import Prefill
 from batond.daemon.scheduler.plan import ParkMode
-from batond.offload.errors import HostPoolFullError, SliceCorruptError
+from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,20 +124,24 @@ class Residency:
             query.last_row, query.row = query.row, None
 
     def _store(self, query: Query, kv: KVSlice) -> int | None:
+        """Copy a slice to the host pool; returns its bytes, or None if it doesn't fit or the copy failed."""
         try:
             ticket = self.store.begin_store(query.query_id, kv, self.batch.layout.digest)
-        except HostPoolFullError:
+            self.store.finish_store(ticket)
+        except (HostPoolFullError, CopyFailedError):
             return None
-        self.store.finish_store(ticket)
         return kv.nbytes
 
     def _load(self, query: Query) -> KVSlice | None:
-        """Bring the parked copy back; a damaged one is dropped."""
-        ticket = self.store.begin_load(query.query_id, self.batch.device)
+        """Bring the parked copy back; a damaged one is dropped and must be computed again."""
+        digest = self.batch.layout.digest
         try:
-            return self.store.finish_load(ticket)
-        except SliceCorruptError:
-            self._discard(query)
+            return self.store.finish_load(
+                self.store.begin_load(query.query_id, self.batch.device, layout_hash=digest)
+            )
+        except (SliceCorruptError, CopyFailedError):
+            self.store.forget(query.query_id)
+            query.on_host_tokens = 0
             return None
 
     def _discard(self, query: Query) -> None:

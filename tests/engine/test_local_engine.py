@@ -185,6 +185,36 @@ def test_a_full_host_pool_costs_recomputation_not_failure(
     assert sorted(query.recomputed_tokens > 0 for query in queries) == [False, False, True, True]
 
 
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_a_damaged_slice_is_computed_again(
+    llama: Any, solo: Solo, make_engine: MakeEngine, steps: int
+) -> None:
+    """R6: one flipped bit in a parked slice, of a prompt half done too; nobody else is touched."""
+    engine = make_engine(llama, rows=2, chunk_tokens=8)
+    query, mate = engine.submit(prompt(14), GREEDY), engine.submit(prompt(9, 11), GREEDY)
+    for _ in range(steps):
+        engine.step()
+    engine.park(query)
+    store = engine.residency.store
+    store._entries[query.query_id].reservation.views()[0][3] ^= 4
+    engine.run_until_idle()
+    assert query.output_token_ids == solo(llama, prompt(14), 12)
+    assert mate.output_token_ids == solo(llama, prompt(9, 11), 12)
+    assert query.recomputed_tokens > 0
+    assert mate.recomputed_tokens == 0
+    assert store.stats.corruptions == 1
+
+
+def test_close_gives_everything_back(llama: Any) -> None:
+    engine = LocalEngine(llama)
+    queries = [engine.submit(prompt(5), GREEDY) for _ in range(3)]
+    engine.step()
+    engine.park(queries[0])
+    engine.close()
+    assert {str(query.state) for query in queries} == {"cancelled"}
+    assert engine.residency.store.pool.used_bytes == 0
+
+
 def test_eos_in_the_middle_of_a_prompt_is_a_token_like_any_other(
     llama: Any, solo: Solo, make_engine: MakeEngine
 ) -> None:
