@@ -6,12 +6,6 @@ as two tenants and an operator. What it checks, it checks on the answers the ten
 
 from __future__ import annotations
 
-import hashlib
-import os
-import secrets
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,19 +19,18 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from batond.clients import Chunk, Client
+from batond.bench.local_daemon import LocalDaemon
+from batond.clients import Chunk
 from batond.clients.batch_view import render
-from batond.clients.errors import BatondClientError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from batond.clients import BatchSnapshot, JobInfo
+    from batond.clients import BatchSnapshot, Client, JobInfo
 
 ROWS = 2
 LONG_TOKENS = 160
 RUNNING_TOKENS = 24  # Decoded by both long jobs before the urgent one arrives: past the quantum.
-START_TIMEOUT_S = 170.0
 LONG_PROMPTS = {
     "lab": "Write a long story about a lighthouse keeper and a storm.",
     "archive": "Explain in detail, step by step, how bread is made.",
@@ -77,76 +70,6 @@ class Outcome:
     def parked(self) -> list[str]:
         """Tenants whose job was parked."""
         return [tenant for tenant, job in self.disturbed.items() if job.preemptions]
-
-
-class Daemon:
-    """A daemon of its own in a temporary folder.
-
-    Args:
-        folder: Where socket, queue and log go.
-        tenants: Names; the last one is the operator.
-    """
-
-    def __init__(self, folder: Path, tenants: list[str]) -> None:
-        self._folder = folder
-        self._tokens = {name: secrets.token_urlsafe(24) for name in tenants}
-        self._target = f"unix:{folder / 'batond.sock'}"
-        self._log = folder / "batond.log"
-        config = folder / "batond.toml"
-        config.write_text(self._config(operator=tenants[-1]))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("BATOND_")}
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own file
-                [sys.executable, "-m", "batond.daemon", "serve", "--config", str(config)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-
-    def client(self, tenant: str) -> Client:
-        """A client with the tenant's token."""
-        return Client(self._target, token=self._tokens[tenant], timeout_s=120.0)
-
-    def wait_ready(self, tenant: str) -> str:
-        """Wait until the daemon answers; returns what it serves, in words.
-
-        Raises:
-            SystemExit: It ended, or took too long; its last words are shown.
-        """
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        with self.client(tenant) as client:
-            while time.monotonic() < deadline_s and self._process.poll() is None:
-                try:
-                    info = client.server_info() if (self._folder / "batond.sock").exists() else None
-                except BatondClientError:
-                    info = None
-                if info is not None:
-                    return f"{info.model} on {info.device}, {info.rows} rows, batch {info.batch_kind}"
-                time.sleep(0.2)
-        tail = self._log.read_text(errors="replace").splitlines()[-15:]
-        raise SystemExit("\n".join(["the daemon did not become ready; the end of its log:", *tail]))
-
-    def stop(self) -> int:
-        """Stop it as systemd would; returns its exit status."""
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            return self._process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def _config(self, operator: str) -> str:
-        tenants = [
-            f'[[tenants]]\nname = "{name}"\ntoken_sha256 = "{hashlib.sha256(token.encode()).hexdigest()}"\n'
-            f"admin = {'true' if name == operator else 'false'}\n"
-            for name, token in self._tokens.items()
-        ]
-        return (
-            f'[server]\nlisten = ["{self._target}"]\nmetrics_listen = ""\n'
-            f'[model]\npath = "smollm2"\ndevice = "cpu"\n'
-            f"[engine]\nrows = {ROWS}\nmax_query_tokens = 1024\nhost_pool_bytes = 268435456\n"
-            f'[queue]\nstate_dir = "{self._folder / "redis"}"\n' + "".join(tenants)
-        )
 
 
 class LiveView:
@@ -204,20 +127,22 @@ class LiveView:
 
 def run(console: Console) -> Outcome:
     """Run the whole story; see the module's docstring."""
-    tenants = [*LONG_PROMPTS, "operator"]
+    engine = {"rows": ROWS, "max_query_tokens": 1024, "host_pool_bytes": 1 << 28}
     with tempfile.TemporaryDirectory(prefix="batond-demo-") as name:
-        daemon = Daemon(Path(name), tenants)
+        daemon = LocalDaemon(Path(name), list(LONG_PROMPTS), model={"path": "smollm2"}, engine=engine)
         try:
             with console.status("starting Redis, loading the model"):
-                served = daemon.wait_ready("operator")
-            console.print(f"daemon ready: {served}")
+                info = daemon.wait_ready()
+            console.print(
+                f"daemon ready: {info.model} on {info.device}, {info.rows} rows, batch {info.batch_kind}"
+            )
             return _story(console, daemon)
         finally:
             daemon.stop()
 
 
-def _story(console: Console, daemon: Daemon) -> Outcome:
-    with daemon.client("operator") as operator, LiveView(console, operator).showing() as view:
+def _story(console: Console, daemon: LocalDaemon) -> Outcome:
+    with daemon.operator() as operator, LiveView(console, operator).showing() as view:
         clients = {tenant: daemon.client(tenant) for tenant in LONG_PROMPTS}
         view.say("each long job runs alone first: the reference")
         undisturbed = {tenant: _long_job(clients[tenant], tenant, wait=True) for tenant in clients}
@@ -251,14 +176,12 @@ def _urgent_job(client: Client) -> tuple[JobInfo, float]:
     stream = client.generate(
         messages=[{"role": "user", "content": URGENT_PROMPT}], sla_class="interactive", max_tokens=32
     )
-    job_id = ""
     for event in stream:
-        job_id = getattr(event, "job_id", job_id)
         if ttft_s is None and isinstance(event, Chunk):
             ttft_s = time.perf_counter() - started_s
     if ttft_s is None:
         raise SystemExit("the urgent job ended without a token")
-    return client.get(job_id), ttft_s
+    return client.get(stream.job_id), ttft_s
 
 
 def _wait_for_tokens(view: LiveView, tenants: set[str]) -> None:

@@ -1,0 +1,92 @@
+"""Submit, preempt, park in host RAM, resume, finish: through every process of the daemon."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from batond.clients import Chunk, JobState, Preempted, Resumed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batond.bench.local_daemon import LocalDaemon
+    from batond.clients import JobStream
+
+    Solo = Callable[[list[int], int], list[int]]
+    AfterTokens = Callable[[JobStream, int], None]
+
+pytestmark = [pytest.mark.redis]
+LOW = {"sla_class": "batch", "ignore_eos": True}
+
+
+def prompt(length: int, stride: int = 7) -> list[int]:
+    return [(3 + stride * place) % 250 for place in range(length)]
+
+
+def test_an_urgent_job_gets_in_and_nobody_loses_a_token(
+    daemon: LocalDaemon, solo: Solo, after_tokens: AfterTokens
+) -> None:
+    """S1, R2: all rows hold long low jobs; exactly one is parked, all finish with their solo tokens."""
+    with daemon.client("red") as red, daemon.client("blue") as blue:
+        low = [
+            red.submit(token_ids=prompt(9), max_tokens=600, **LOW),
+            blue.submit(token_ids=prompt(14, 11), max_tokens=600, **LOW),
+        ]
+        for client, job in zip((red, blue), low, strict=True):
+            after_tokens(client.watch(job.job_id), 40)
+        urgent = red.submit(token_ids=prompt(20, 5), sla_class="interactive", max_tokens=20, ignore_eos=True)
+        answered = red.result(urgent.job_id)
+        still = [red.get(low[0].job_id).state, blue.get(low[1].job_id).state]
+        done = [red.result(low[0].job_id), blue.result(low[1].job_id)]
+    assert list(answered.output_token_ids) == solo(prompt(20, 5), 20)
+    assert answered.preemptions == 0
+    assert JobState.SUCCEEDED not in still, "the urgent job must not have waited for a row"
+    assert sorted(job.preemptions for job in done) == [0, 1]
+    assert [job.recomputed_tokens for job in done] == [0, 0]
+    assert list(done[0].output_token_ids) == solo(prompt(9), 600)
+    assert list(done[1].output_token_ids) == solo(prompt(14, 11), 600)
+
+
+def test_a_stream_with_parks_joins_to_the_unary_result(
+    daemon: LocalDaemon, solo: Solo, after_tokens: AfterTokens
+) -> None:
+    """R7: chunks carry their first token index; text and tokens join to what GetJob says."""
+    events = []
+    with daemon.client("red") as red, daemon.operator() as operator:
+        job = red.submit(token_ids=prompt(12), max_tokens=900, **LOW)
+        with red.watch(job.job_id) as stream:
+            for event in stream:
+                events.append(event)
+                if isinstance(event, Chunk) and event.first_token_index in {30, 60}:
+                    operator.park(job.job_id, tenant="red")
+                    operator.resume(job.job_id, tenant="red")
+        whole = red.result(job.job_id)
+    chunks = [event for event in events if isinstance(event, Chunk)]
+    next_index = 0
+    for chunk in chunks:
+        assert chunk.first_token_index == next_index
+        next_index += len(chunk.token_ids)
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(whole.output_token_ids)
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert list(whole.output_token_ids) == solo(prompt(12), 900)
+    assert whole.preemptions == 2
+    assert sum(isinstance(event, Preempted) for event in events) == 2
+    assert sum(isinstance(event, Resumed) for event in events) == 2
+
+
+def test_a_job_held_by_hand_waits_for_its_resume(
+    daemon: LocalDaemon, solo: Solo, after_tokens: AfterTokens
+) -> None:
+    with daemon.client("red") as red, daemon.operator() as operator:
+        job = red.submit(token_ids=prompt(12), max_tokens=700, **LOW)
+        with red.watch(job.job_id) as stream:
+            after_tokens(stream, 20)
+            operator.park(job.job_id, tenant="red")
+            other = red.result(red.submit(token_ids=prompt(3), max_tokens=50, **LOW).job_id)
+            assert other.output_tokens == 50
+            assert red.get(job.job_id).state is JobState.PARKED
+            operator.resume(job.job_id, tenant="red")
+            assert stream.last_job().state is JobState.SUCCEEDED
+        assert list(red.get(job.job_id).output_token_ids) == solo(prompt(12), 700)
