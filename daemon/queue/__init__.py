@@ -1,1 +1,51 @@
 """The durable job queue: Redis keys, Lua scripts and the embedded server."""
+
+from batond.daemon.queue.connection import check_server, open_async, open_sync
+from batond.daemon.queue.embedded import EmbeddedRedis
+from batond.daemon.queue.lease import LeaseKeeper
+from batond.daemon.queue.records import (
+    Chunk,
+    ClaimedJob,
+    CommitResult,
+    Counts,
+    DeadLetter,
+    HandBackOutcome,
+    JobRecord,
+    JobSpec,
+    JobState,
+    Notice,
+    NoticeKind,
+    Page,
+    Reaped,
+    Refusal,
+    Renewal,
+    StepCommit,
+    Why,
+)
+from batond.daemon.queue.store import JobStore
+
+__all__ = [
+    "Chunk",
+    "ClaimedJob",
+    "CommitResult",
+    "Counts",
+    "DeadLetter",
+    "EmbeddedRedis",
+    "HandBackOutcome",
+    "JobRecord",
+    "JobSpec",
+    "JobState",
+    "JobStore",
+    "LeaseKeeper",
+    "Notice",
+    "NoticeKind",
+    "Page",
+    "Reaped",
+    "Refusal",
+    "Renewal",
+    "StepCommit",
+    "Why",
+    "check_server",
+    "open_async",
+    "open_sync",
+]

@@ -1,0 +1,204 @@
+"""Every key the queue keeps in Redis: name, type, time to live, reason. No name is written anywhere else.
+
+All keys of one model share the hash tag `{model}`, so that in Redis Cluster one script can touch them all.
+Scripts get the common base as their only declared key (it routes the call and is itself never stored) and
+build the other names from the prelude that `lua_prelude` renders from the table below. The names they build
+lie in the same slot, which is what Cluster asks of a script.
+
+A job is named inside Redis by its *reference*, `quote(tenant)/quote(job id)`: tenants can't collide, and no
+id can forge the name of another key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import quote, unquote
+
+from batond.daemon.errors import InvalidRequestError
+
+MAX_ID_CHARS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KeyKind:
+    """One kind of key.
+
+    Attributes:
+        lua: Constant under which scripts know it.
+        suffix: What follows `batond:{model}:`; a trailing colon means that an item's name follows.
+        redis_type: Type in Redis, or "channel".
+        ttl: When it goes away.
+        reason: What it is for.
+    """
+
+    lua: str
+    suffix: str
+    redis_type: str
+    ttl: str
+    reason: str
+
+
+RESULT_TTL: Final = (
+    "the job's result time to live, from its end; a dead job's goes with its dead-letter entry"
+)
+
+KINDS: Final = (
+    # -- per job ------------------------------------------------------------------------------------------
+    KeyKind("JOB", "job:", "hash", RESULT_TTL, "state and counters of a job: JobRecord, small on purpose"),
+    KeyKind(
+        "SPEC", "spec:", "string", RESULT_TTL, "what to run: JobSpec as JSON; apart since it may be large"
+    ),
+    KeyKind(
+        "OUT",
+        "out:",
+        "stream",
+        RESULT_TTL,
+        "output: an entry a commit, id <first token index>-<1 text only, 2 tokens>, field c: Chunk",
+    ),
+    # -- per model ----------------------------------------------------------------------------------------
+    KeyKind(
+        "QUEUE",
+        "queue:",
+        "zset",
+        "empty when no job waits",
+        "waiting jobs of one class by arrival (microseconds of the Redis clock, strictly increasing)",
+    ),
+    KeyKind(
+        "CLASSES", "classes", "set", "none: a handful of names", "classes that ever had a job, for counts"
+    ),
+    KeyKind(
+        "CLOCK", "clock", "string", "none: one number", "last arrival given out; keeps arrivals in order"
+    ),
+    KeyKind(
+        "LEASES", "leases", "zset", "empty when no job runs", "claimed jobs by lease end, ms of Redis clock"
+    ),
+    KeyKind(
+        "OWNER",
+        "owner:",
+        "set",
+        "empty when it holds no job",
+        "jobs one daemon holds: hand-back, lost replies",
+    ),
+    KeyKind(
+        "TENANT", "tenant:", "zset", "swept with its jobs", "jobs of one tenant by arrival, for ListJobs"
+    ),
+    KeyKind(
+        "EXPIRING", "expiring", "zset", "swept", "ended jobs by expiry, ms: tells the sweep what to remove"
+    ),
+    KeyKind("DEAD", "dead", "zset", "swept after the dead-letter time", "dead letters by time of death, ms"),
+    KeyKind("EVIDENCE", "evidence", "hash", "swept with `dead`", "dead letter -> DeadLetter as JSON"),
+    KeyKind("TOTALS", "totals", "hash", "none: a handful of numbers", "monotonic counters for metrics"),
+    # -- channels (lossy; each has a poll behind it) --------------------------------------------------------
+    KeyKind("WAKE", "wake", "channel", "-", "payload: class with a new waiting job; idle daemons claim"),
+    KeyKind(
+        "ORDERS", "orders:", "channel", "-", "to one daemon: reference of a job to cancel; renewals repeat it"
+    ),
+    KeyKind(
+        "NEWS", "news:", "channel", "-", "of one job: output was committed, or it ended; watchers read on"
+    ),
+)
+
+
+class Keys:
+    """The keys of one model.
+
+    Raises:
+        InvalidRequestError: The model has no name.
+    """
+
+    def __init__(self, model: str) -> None:
+        if not model:
+            raise InvalidRequestError("a model needs a name", field="model")
+        self.model = model
+        # Braces of the name itself would end the hash tag early.
+        self.base = f"batond:{{{quote(model, safe='/')}}}"
+
+    def _name(self, lua: str, item: str = "") -> str:
+        return f"{self.base}:{_SUFFIXES[lua]}{item}"
+
+    def job(self, ref: str) -> str:
+        """Hash of one job."""
+        return self._name("JOB", ref)
+
+    def spec(self, ref: str) -> str:
+        """String: the spec of one job."""
+        return self._name("SPEC", ref)
+
+    def out(self, ref: str) -> str:
+        """Stream: the output of one job."""
+        return self._name("OUT", ref)
+
+    def queue(self, sla_class: str) -> str:
+        """Sorted set: waiting jobs of one class."""
+        return self._name("QUEUE", sla_class)
+
+    def tenant(self, tenant: str) -> str:
+        """Sorted set: jobs of one tenant."""
+        return self._name("TENANT", quote(tenant, safe=""))
+
+    def owner(self, owner: str) -> str:
+        """Set: jobs held by one daemon."""
+        return self._name("OWNER", owner)
+
+    @property
+    def leases(self) -> str:
+        """Sorted set: ends of leases."""
+        return self._name("LEASES")
+
+    @property
+    def dead(self) -> str:
+        """Sorted set: dead letters."""
+        return self._name("DEAD")
+
+    @property
+    def evidence(self) -> str:
+        """Hash: evidence of dead letters."""
+        return self._name("EVIDENCE")
+
+    @property
+    def expiring(self) -> str:
+        """Sorted set: ended jobs by expiry."""
+        return self._name("EXPIRING")
+
+    @property
+    def wake(self) -> str:
+        """Channel: a job waits."""
+        return self._name("WAKE")
+
+    def orders(self, owner: str) -> str:
+        """Channel: orders to one daemon."""
+        return self._name("ORDERS", owner)
+
+    def news(self, ref: str) -> str:
+        """Channel: news of one job."""
+        return self._name("NEWS", ref)
+
+
+_SUFFIXES: Final = {kind.lua: kind.suffix for kind in KINDS}
+
+
+def job_ref(tenant: str, job_id: str) -> str:
+    """Names a job inside Redis.
+
+    Raises:
+        InvalidRequestError: An id is empty, too long, or no valid text.
+    """
+    for field, value in (("tenant", tenant), ("job_id", job_id)):
+        if not 1 <= len(value) <= MAX_ID_CHARS:
+            raise InvalidRequestError(f"{field} must have 1 to {MAX_ID_CHARS} characters", field=field)
+    try:
+        return f"{quote(tenant, safe='')}/{quote(job_id, safe='')}"
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("tenant and job_id must be valid Unicode text", field="job_id") from error
+
+
+def split_ref(ref: str) -> tuple[str, str]:
+    """Gives tenant and job id back; the inverse of `job_ref`."""
+    tenant, _, job_id = ref.partition("/")
+    return unquote(tenant), unquote(job_id)
+
+
+def lua_prelude() -> str:
+    """Renders the key names as Lua constants; JOB, SPEC ... are prefixes where an item's name follows."""
+    return "".join(f"local {kind.lua} = KEYS[1] .. ':{kind.suffix}'\n" for kind in KINDS)

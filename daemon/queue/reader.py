@@ -1,0 +1,267 @@
+"""The reading half of the job store: nothing here changes a job."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final, cast
+from urllib.parse import quote
+
+import msgspec
+from redis.exceptions import RedisError
+
+from batond.daemon.errors import InvalidRequestError, NotFoundError
+from batond.daemon.queue.calls import call
+from batond.daemon.queue.connection import domain_error
+from batond.daemon.queue.keys import Keys, job_ref, split_ref
+from batond.daemon.queue.records import (
+    Chunk,
+    Counts,
+    DeadLetter,
+    GarbageError,
+    JobRecord,
+    JobSpec,
+    JobState,
+    Notice,
+    NoticeKind,
+    Page,
+    decode_chunk,
+    decode_record,
+    decode_spec,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Sequence
+
+    import redis.asyncio
+
+    from batond.daemon.queue.calls import Argument
+
+MAX_PAGE: Final = 1000
+PUBSUB_POLL_S: Final = 30.0
+LOOK_AT: Final = 2000  # Index entries one page may look at: bounds the server's time for a rare state.
+
+
+class JobReader:
+    """Reads jobs of one model.
+
+    Args:
+        client: Not decoding responses. The caller closes it.
+        model: Whose queue.
+        classes: Names of all classes, most urgent first.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, model: str, classes: Sequence[str]) -> None:
+        self._client = client
+        self.keys = Keys(model)
+        self.classes = tuple(classes)
+
+    async def _call(self, name: str, *args: Argument) -> Any:
+        return await call(self._client, self.keys, name, *args)
+
+    async def _ask(self, question: Any) -> Any:
+        """Awaits a plain command, with failures mapped as scripts' are."""
+        try:
+            return await cast("Awaitable[Any]", question)
+        except RedisError as error:
+            raise domain_error(error) from error
+
+    async def ping(self) -> None:
+        """Returns if Redis answers.
+
+        Raises:
+            UnavailableError: It does not.
+        """
+        await self._ask(self._client.ping())
+
+    async def get(self, tenant: str, job_id: str) -> JobRecord:
+        """Gives a job of this tenant.
+
+        Raises:
+            NotFoundError: There is none, it expired, or it is another tenant's.
+        """
+        ref = job_ref(tenant, job_id)
+        try:
+            fields = await self._ask(self._client.hgetall(self.keys.job(ref)))
+            flat = [item for pair in fields.items() for item in pair]
+            return self._own(tenant, job_id, decode_record(flat) if flat else None)
+        except GarbageError as error:
+            raise _not_found(tenant, job_id) from error
+
+    async def get_spec(self, tenant: str, job_id: str) -> JobSpec:
+        """Gives what a job of this tenant runs.
+
+        Raises:
+            NotFoundError: See `get`.
+        """
+        try:
+            return decode_spec(await self._ask(self._client.get(self.keys.spec(job_ref(tenant, job_id)))))
+        except GarbageError as error:
+            raise _not_found(tenant, job_id) from error
+
+    @staticmethod
+    def _own(tenant: str, job_id: str, record: JobRecord | None) -> JobRecord:
+        if record is None or (record.tenant, record.job_id) != (tenant, job_id):
+            raise _not_found(tenant, job_id)
+        return record
+
+    async def read_chunks(
+        self, tenant: str, job_id: str, from_index: int = 0, *, limit: int | None = None
+    ) -> list[Chunk]:
+        """Gives committed output from a token index on, in order.
+
+        A chunk that begins before `from_index` and reaches over it comes whole: its text can't be cut at a
+        token. The caller sees that by `first_index`.
+
+        Args:
+            tenant: Whose.
+            job_id: Which.
+            from_index: First output token wanted, from 0.
+            limit: Most chunks to give; None gives all.
+
+        Raises:
+            InvalidRequestError: `from_index` is negative.
+        """
+        if from_index < 0:
+            raise InvalidRequestError("from_index must not be negative", field="from_index", value=from_index)
+        out = self.keys.out(job_ref(tenant, job_id))
+        pipe = self._client.pipeline(transaction=False)
+        pipe.xrevrange(out, f"{from_index}-0", "-", count=1)
+        pipe.xrange(out, f"{from_index}-0", "+", count=limit)
+        try:
+            before, after = await self._ask(pipe.execute())
+            chunks = [decode_chunk(fields[b"c"]) for _, fields in [*before, *after]]
+        except (GarbageError, KeyError) as error:
+            raise _not_found(tenant, job_id) from error
+        if before and chunks[0].first_index + len(chunks[0].token_ids) <= from_index:
+            del chunks[0]
+        return chunks[:limit]
+
+    async def queue_position(self, tenant: str, job_id: str) -> int | None:
+        """Counts the jobs that will be claimed before this one; None if it does not wait.
+
+        Raises:
+            NotFoundError: See `get`.
+        """
+        ahead = await self._call("position", job_ref(tenant, job_id), *self.classes)
+        if ahead is None:
+            raise _not_found(tenant, job_id)
+        return None if ahead < 0 else int(ahead)
+
+    async def list_jobs(
+        self, tenant: str, *, state: JobState | None = None, cursor: str = "", limit: int = 100
+    ) -> Page:
+        """Gives a tenant's jobs, newest first.
+
+        Args:
+            tenant: Whose.
+            state: Only these; None is all.
+            cursor: `next_cursor` of the page before; empty begins.
+            limit: Most jobs to give, 1 to 1000.
+
+        Raises:
+            InvalidRequestError: The cursor is none of ours, or the limit is out of range.
+        """
+        if cursor and not (cursor.isascii() and cursor.isdigit()):
+            raise InvalidRequestError(
+                "this cursor was not given by a list call", field="cursor", value=cursor
+            )
+        if not 1 <= limit <= MAX_PAGE:
+            raise InvalidRequestError(f"limit must be from 1 to {MAX_PAGE}", field="limit", value=limit)
+        found, following = await self._call(
+            "list", quote(tenant, safe=""), state or "", cursor, limit, LOOK_AT
+        )
+        jobs = []
+        for flat in found:
+            with contextlib.suppress(GarbageError):
+                jobs.append(decode_record(flat))
+        return Page(jobs=jobs, next_cursor=following.decode())
+
+    async def counts(self) -> Counts:
+        """Gives the figures for metrics, in one call."""
+        classes, held, dead, totals = await self._call("counts")
+        return Counts(
+            queued={name.decode(): waiting for name, waiting, _ in classes},
+            oldest_wait_ms={name.decode(): age_ms for name, _, age_ms in classes},
+            held=held,
+            dead=dead,
+            totals={name.decode(): int(n) for name, n in zip(totals[::2], totals[1::2], strict=True)},
+        )
+
+    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+        """Gives dead letters, newest first. For operators: names jobs of all tenants."""
+        names = await self._ask(self._client.zrevrange(self.keys.dead, 0, limit - 1))
+        if not names:
+            return []
+        letters = []
+        for name, raw in zip(
+            names, await self._ask(self._client.hmget(self.keys.evidence, names)), strict=True
+        ):
+            found: dict[str, Any] = {"reason": "GARBAGE", "message": "no evidence was kept", "died_ms": 0}
+            with contextlib.suppress(msgspec.DecodeError, TypeError):
+                found = msgspec.json.decode(raw, type=dict[str, Any])
+            letters.append(
+                msgspec.convert({"name": name.decode(errors="backslashreplace")} | found, DeadLetter)
+            )
+        return letters
+
+    async def notices(self, owner: str) -> AsyncIterator[Notice]:
+        """Tells a daemon of new jobs and of cancels. The first notice, SYNC, comes when it is listening.
+
+        Notices can get lost while Redis is away: poll slowly beside this (claims, renewals).
+
+        Raises:
+            UnavailableError: The connection broke; call again.
+        """
+        orders = self.keys.orders(owner)
+        async with self._client.pubsub() as pubsub:
+            try:
+                await pubsub.subscribe(self.keys.wake, orders)
+                async for message in _messages(pubsub):
+                    notice = _notice(message, orders)
+                    if notice is not None:
+                        yield notice
+            except RedisError as error:
+                raise domain_error(error) from error
+
+    async def news(self, tenant: str, job_id: str) -> AsyncIterator[None]:
+        """Yields when there may be more to read of a job: once at the start, then at commits and its end.
+
+        Raises:
+            UnavailableError: The connection broke; call again.
+        """
+        async with self._client.pubsub() as pubsub:
+            try:
+                await pubsub.subscribe(self.keys.news(job_ref(tenant, job_id)))
+                async for _ in _messages(pubsub):
+                    yield None
+            except RedisError as error:
+                raise domain_error(error) from error
+
+
+async def _messages(pubsub: redis.asyncio.client.PubSub) -> AsyncIterator[dict[str, Any]]:
+    """Like `listen`, which some versions of the client end with the socket's time-out."""
+    while True:
+        message = await pubsub.get_message(timeout=PUBSUB_POLL_S)
+        if message is not None:
+            yield message
+
+
+def _not_found(tenant: str, job_id: str) -> NotFoundError:
+    return NotFoundError(
+        f"there is no job {job_id!r}: it was never submitted by this tenant, or its result has expired",
+        tenant=tenant,
+        job_id=job_id,
+    )
+
+
+def _notice(message: dict[str, Any], orders: str) -> Notice | None:
+    """Reads a message of a daemon's two channels. The second confirmation means: listening to both."""
+    if message["type"] == "subscribe":
+        return Notice(kind=NoticeKind.SYNC) if message["channel"].decode() == orders else None
+    if message["type"] != "message":
+        return None
+    payload = message["data"].decode(errors="replace")
+    if message["channel"].decode() != orders:
+        return Notice(kind=NoticeKind.WAKE, sla_class=payload)
+    tenant, job_id = split_ref(payload)
+    return Notice(kind=NoticeKind.CANCEL, tenant=tenant, job_id=job_id)

@@ -1,0 +1,342 @@
+"""What the queue stores and hands out. JSON or plain hash fields, checked when read; never pickled."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Final
+
+import msgspec
+
+from batond.daemon.engine.params import SamplingParams
+
+#: What Lua's numbers hold exactly.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
+class JobState(enum.StrEnum):
+    """Where a job stands. `scripts/common.lua` holds the moves; the last four states are final."""
+
+    QUEUED = "queued"  # waits in its class's queue
+    CLAIMED = "claimed"  # a daemon holds it, nothing came out under this claim yet
+    RUNNING = "running"
+    PARKED = "parked"  # pre-empted inside its daemon; for information
+    SUCCEEDED = "succeeded"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    DEAD = "dead"  # took its daemon down too often, or unreadable: see its dead letter
+
+    @property
+    def final(self) -> bool:
+        """Whether the job has ended."""
+        return self in FINAL_STATES
+
+
+FINAL_STATES: Final = frozenset({JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED, JobState.DEAD})
+
+
+class GarbageError(ValueError):
+    """What lies in Redis is not what we store there. Internal: turned into a dead letter."""
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run, as the accepting front resolved it: any daemon gets the same tokens from it.
+
+    Attributes:
+        prompt_token_ids: At least one.
+        sampling: As asked, checked.
+        seed: Resolved at submit, so that a continuation draws as the first run would have.
+        prompt_text: The rendered prompt, for display; empty if tokens were given.
+        labels: The tenant's own annotations.
+    """
+
+    prompt_token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+    sampling: SamplingParams
+    seed: int
+    prompt_text: str = ""
+    labels: dict[str, str] = {}
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's hash in Redis. Times are milliseconds of the Redis clock; 0 is never.
+
+    Attributes:
+        tenant: Who pays.
+        job_id: Unique inside the tenant.
+        model: Whose queue it is in.
+        sla_class: Name of the class, effective.
+        state: See JobState.
+        body_hash: Hash of the request; tells an attach from a conflict.
+        arrival_us: Place in the queue, kept over hand-backs; unique in the model.
+        epoch: Fencing token: grows with each claim, every write is checked against it.
+        owner: Daemon that holds it, or empty.
+        attempts: Claims that ended with the death of daemon or engine.
+        output_tokens: Committed tokens.
+        prompt_tokens: Tokens of the prompt, as counted at submit or by the engine.
+        preemptions: Parks over all claims.
+        recomputed_tokens: Tokens computed again after a park, over all claims.
+        cancel_requested: Somebody asked; the daemon that holds it ends it.
+        finish_reason: `FinishReason` of a job that ended well, or "cancelled".
+        error_reason: As in errors.py, if it failed or is dead.
+        error_message: For the tenant.
+        ttl_ms: How long the result is kept from the end.
+        created_ms: Accepted.
+        queued_ms: Entered the queue last.
+        claimed_ms: Claimed last.
+        started_ms: First row, or first output.
+        first_token_ms: First committed token.
+        finished_ms: Ended.
+        expires_ms: The result goes away.
+        waited_ms: Spent in the queue, over all stays, up to the last claim.
+    """
+
+    tenant: str
+    job_id: str
+    model: str
+    sla_class: str
+    state: JobState
+    body_hash: str
+    arrival_us: Count
+    epoch: Count = 0
+    owner: str = ""
+    attempts: Count = 0
+    output_tokens: Count = 0
+    prompt_tokens: Count = 0
+    preemptions: Count = 0
+    recomputed_tokens: Count = 0
+    cancel_requested: bool = False
+    finish_reason: str = ""
+    error_reason: str = ""
+    error_message: str = ""
+    ttl_ms: Count
+    created_ms: Count
+    queued_ms: Count = 0
+    claimed_ms: Count = 0
+    started_ms: Count = 0
+    first_token_ms: Count = 0
+    finished_ms: Count = 0
+    expires_ms: Count = 0
+    waited_ms: Count = 0
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """Output committed at once; `first_index` counts from the first output token of the job.
+
+    `text` may lag behind the tokens (UTF-8 and stop-string hold-back); the concatenation over all chunks is
+    the job's text. A chunk without tokens flushes text.
+    """
+
+    first_index: Count
+    token_ids: list[Count]
+    text: str = ""
+
+
+class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job this daemon holds now, with what earlier claims committed.
+
+    Attributes:
+        record: As it stands after the claim; `record.epoch` must come with every write.
+        spec: What to run.
+        token_ids: Committed tokens; the engine continues after them.
+        text: Committed text; the continuation's text follows it.
+    """
+
+    record: JobRecord
+    spec: JobSpec
+    token_ids: list[int]
+    text: str
+
+
+class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did to one job. Empty strings and -1 leave a field as it is.
+
+    Attributes:
+        tenant: With `job_id`, whose it is.
+        job_id: See `tenant`.
+        epoch: Of the claim under which this was computed.
+        chunk: Output; at its index, so that a replay does nothing.
+        state: RUNNING or PARKED, or SUCCEEDED, CANCELLED, FAILED: then the chunk and the end are one.
+        prompt_tokens: As counted by the engine.
+        preemptions: Over all claims: those of `ClaimedJob.record` plus this claim's.
+        recomputed_tokens: Over all claims, like `preemptions`.
+        finish_reason: With SUCCEEDED or CANCELLED.
+        error_reason: With FAILED, as in errors.py.
+        error_message: With FAILED, for the tenant.
+    """
+
+    tenant: str
+    job_id: str
+    epoch: int
+    chunk: Chunk | None = None
+    state: JobState | None = None
+    prompt_tokens: int = -1
+    preemptions: int = -1
+    recomputed_tokens: int = -1
+    finish_reason: str = ""
+    error_reason: str = ""
+    error_message: str = ""
+
+
+class Why(enum.StrEnum):
+    """Why a write was refused."""
+
+    MISSING = "missing"  # no such job, or it expired: forget it
+    FINAL = "final"  # ended already: forget it
+    FENCED = "fenced"  # another claim is or was made since: forget it, another daemon has it
+    GAP = "gap"  # the chunk starts after the committed tokens: commit what is between first
+    OVERLAP = "overlap"  # the chunk starts inside and ends after the committed tokens: cut it
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """A write that changed nothing. `output_tokens` is what is committed, where that matters."""
+
+    tenant: str
+    job_id: str
+    why: Why
+    output_tokens: int
+
+
+class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a step's commit.
+
+    Attributes:
+        refused: Writes that changed nothing; the others are durable as the server's configuration says.
+        cancel: (tenant, job id) of committed, live jobs that somebody asked to cancel.
+    """
+
+    refused: list[Refusal]
+    cancel: list[tuple[str, str]]
+
+
+class Renewal(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a renewal: jobs no longer ours, and jobs to cancel, as (tenant, job id)."""
+
+    lost: list[tuple[str, str]]
+    cancel: list[tuple[str, str]]
+
+
+class HandBackOutcome(enum.StrEnum):
+    """What became of a job that was given up."""
+
+    QUEUED = "queued"
+    CANCELLED = "cancelled"  # a cancel was waiting for it
+    DEAD = "dead"  # attempts used up
+    REFUSED = "refused"  # not ours any more: nothing happened
+
+
+class Reaped(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reap did; jobs as (tenant, job id)."""
+
+    requeued: list[tuple[str, str]]
+    cancelled: list[tuple[str, str]]
+    dead: list[tuple[str, str]]
+    swept: int  # Expired jobs and dead letters removed.
+
+
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """Jobs of a tenant, newest first. An empty `next_cursor` ends the list; a short page does not."""
+
+    jobs: list[JobRecord]
+    next_cursor: str
+
+
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """Evidence of something that must not be tried again by itself.
+
+    Attributes:
+        name: Reference of the job, or `garbage:...` with what was found, made printable.
+        reason: `ATTEMPTS`, `BAD_RECORD` or `GARBAGE`.
+        message: For the operator.
+        died_ms: Redis clock.
+        history: One line an attempt: when, who, why.
+    """
+
+    name: str
+    reason: str
+    message: str
+    died_ms: int
+    history: str = ""
+
+    @property
+    def is_job(self) -> bool:
+        """Whether there is a job that can be retried."""
+        return not self.name.startswith("garbage:")
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures for metrics.
+
+    Attributes:
+        queued: Waiting jobs by class.
+        oldest_wait_ms: Age of the stay of each class's first waiting job.
+        held: Jobs under lease, all daemons.
+        dead: Dead letters.
+        totals: Monotonic: submitted, claimed, succeeded, cancelled, failed, dead, handed_back, reaped,
+            garbage.
+    """
+
+    queued: dict[str, int]
+    oldest_wait_ms: dict[str, int]
+    held: int
+    dead: int
+    totals: dict[str, int]
+
+
+class NoticeKind(enum.StrEnum):
+    """What a daemon is told."""
+
+    SYNC = "sync"  # (re)connected: notices may have been lost, look for yourself
+    WAKE = "wake"  # a job waits in class `sla_class`
+    CANCEL = "cancel"  # cancel `tenant`, `job_id`
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """One message to a daemon."""
+
+    kind: NoticeKind
+    sla_class: str = ""
+    tenant: str = ""
+    job_id: str = ""
+
+
+def decode_spec(raw: bytes | None) -> JobSpec:
+    """Reads a spec.
+
+    Raises:
+        GarbageError: It is none; the message says where.
+    """
+    if raw is None:
+        raise GarbageError("the spec is missing")
+    try:
+        return msgspec.json.decode(raw, type=JobSpec)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise GarbageError(f"spec: {error}") from error
+
+
+def decode_record(flat: list[bytes]) -> JobRecord:
+    """Reads a hash as HGETALL gives it inside a script: name, value, name, value ...
+
+    Raises:
+        GarbageError: It is no job record; the message says where.
+    """
+    try:
+        text = [item.decode() for item in flat]
+        return msgspec.convert(dict(zip(text[::2], text[1::2], strict=True)), JobRecord, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise GarbageError(f"record: {error}") from error
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    """Writes a chunk as stored."""
+    return msgspec.json.encode(chunk)
+
+
+def decode_chunk(raw: bytes) -> Chunk:
+    """Reads a chunk.
+
+    Raises:
+        GarbageError: It is none.
+    """
+    try:
+        return msgspec.json.decode(raw, type=Chunk)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise GarbageError(f"output: {error}") from error

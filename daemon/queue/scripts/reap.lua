@@ -1,0 +1,50 @@
+-- Takes jobs from daemons whose leases are over, and sweeps what has expired. Any daemon may run it at any time;
+-- it needs no lock, being one atomic step (D9).
+-- KEYS  base
+-- ARGV  max_attempts, limit (of each kind), dead_ttl_ms
+-- Gives {{requeued ...}, {cancelled ...}, {dead ...}, number swept}.
+-- From  claimed running parked -> queued | cancelled | dead. A job that ended is never touched (D7).
+local max_attempts, limit, dead_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local now_ms = clock()
+local outcome = { queued = {}, cancelled = {}, dead = {} }
+local swept = 0
+
+mend({
+  { LEASES, 'zset' }, { EXPIRING, 'zset' }, { DEAD, 'zset' }, { EVIDENCE, 'hash' },
+  { TOTALS, 'hash' }, { CLASSES, 'set' }, { CLOCK, 'string' },
+}, now_ms)
+for _, ref in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', int(now_ms), 'LIMIT', 0, limit)) do
+  local job = fields(ref, 'state')
+  if job and LIVE[job[1]] then
+    redis.call('HINCRBY', TOTALS, 'reaped', 1)
+    local came_to = requeue(ref, true, 'the lease ran out', max_attempts, now_ms)
+    table.insert(outcome[came_to], ref)
+  else
+    redis.call('ZREM', LEASES, ref)
+    if not job or not job[1] then
+      garbage(ref, 'a lease named something that is no job; removed', now_ms)
+    end
+  end
+end
+
+for _, ref in ipairs(redis.call('ZRANGEBYSCORE', EXPIRING, '-inf', int(now_ms), 'LIMIT', 0, limit)) do
+  local job = fields(ref, 'state', 'expires_ms')
+  if not job or not job[1] or (FINAL[job[1]] and (count(job[2]) or 0) <= now_ms) then
+    remove(ref)
+    swept = swept + 1
+  else
+    redis.call('ZREM', EXPIRING, ref)
+  end
+end
+
+local old = int(now_ms - dead_ttl_ms)
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', DEAD, '-inf', old, 'LIMIT', 0, limit)) do
+  redis.call('ZREM', DEAD, name)
+  redis.call('HDEL', EVIDENCE, name)
+  local job = fields(name, 'state')
+  if job and job[1] == 'dead' then
+    remove(name)
+  end
+  swept = swept + 1
+end
+return { outcome.queued, outcome.cancelled, outcome.dead, swept }

@@ -1,0 +1,339 @@
+"""The job store: the only door through which jobs change. Every method that changes one is one script."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from batond.daemon.errors import BatondError, ConflictError, ExhaustedError, NotFoundError, StateError
+from batond.daemon.queue.keys import job_ref, split_ref
+from batond.daemon.queue.reader import JobReader
+from batond.daemon.queue.records import (
+    ClaimedJob,
+    CommitResult,
+    GarbageError,
+    HandBackOutcome,
+    JobRecord,
+    JobState,
+    Reaped,
+    Refusal,
+    Renewal,
+    StepCommit,
+    Why,
+    decode_chunk,
+    decode_record,
+    decode_spec,
+    encode_chunk,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import redis.asyncio
+
+    from batond.daemon.queue.calls import Argument
+
+DAY_MS: Final = 24 * 3600 * 1000
+REAP_LIMIT: Final = 200  # Jobs of each kind a reap: bounds the server's time.
+COMMITTABLE: Final = frozenset(
+    {JobState.RUNNING, JobState.PARKED, JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED}
+)
+
+_log = structlog.get_logger(__name__)
+
+
+class JobStore(JobReader):
+    """Jobs of one model in Redis.
+
+    All methods raise `UnavailableError` when Redis is away, loads or can't write, and `ExhaustedError` when
+    its memory is full; whoever generates tokens keeps them and commits again: every write can be repeated.
+
+    Args:
+        client: See `open_async`. The caller closes it.
+        model: Whose queue.
+        classes: Names of all classes, most urgent first.
+        max_queued: Waiting jobs the model's queue holds.
+        max_attempts: Charged claims after which a job is dead.
+        dead_ttl_ms: How long dead letters and their jobs are kept.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        model: str,
+        classes: Sequence[str],
+        *,
+        max_queued: int = 10_000,
+        max_attempts: int = 3,
+        dead_ttl_ms: int = 7 * DAY_MS,
+    ) -> None:
+        super().__init__(client, model, classes)
+        self._max_queued = max_queued
+        self._max_attempts = max_attempts
+        self._dead_ttl_ms = dead_ttl_ms
+        self._claiming = asyncio.Lock()  # A claim names what is held; two at once would be given the same.
+        self._held: dict[str, dict[str, int]] = {}  # owner -> ref -> epoch
+
+    # -- clients' side ------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        tenant: str,
+        job_id: str,
+        *,
+        spec_json: bytes,
+        body_hash: str,
+        sla_class: str,
+        prompt_tokens: int = 0,
+        ttl_ms: int = DAY_MS,
+    ) -> tuple[JobRecord, bool]:
+        """Accepts a job, or attaches to the one of this id with the same body.
+
+        Args:
+            tenant: Who pays; ids are scoped by tenant.
+            job_id: The client's id, or one made for it.
+            spec_json: An encoded `JobSpec`.
+            body_hash: Of what the client sent, before anything (a seed) was drawn for it.
+            sla_class: Effective class.
+            prompt_tokens: For display before the engine counts.
+            ttl_ms: How long the result is kept from the end.
+
+        Returns:
+            The record, and whether this call created it.
+
+        Raises:
+            ConflictError: The id is taken by a job with another body.
+            ExhaustedError: The queue is full.
+            InvalidRequestError: An id can't be used.
+        """
+        given: list[Argument] = ["tenant", tenant, "job_id", job_id, "model", self.keys.model]
+        given += ["sla_class", sla_class, "body_hash", body_hash, "ttl_ms", ttl_ms]
+        given += ["prompt_tokens", prompt_tokens]
+        verdict, answer = await self._call(
+            "submit", job_ref(tenant, job_id), spec_json, self._max_queued, *given
+        )
+        if verdict == b"full":
+            raise ExhaustedError(
+                f"the queue holds {answer} waiting jobs, its limit is {self._max_queued}: retry later",
+                reason="QUEUE_FULL",
+                waiting=answer,
+                limit=self._max_queued,
+            )
+        if verdict == b"conflict":
+            raise ConflictError(
+                f"job id {job_id!r} is taken by a job with another body: use another id", job_id=job_id
+            )
+        return decode_record(answer), verdict == b"created"
+
+    async def cancel(self, tenant: str, job_id: str) -> JobRecord:
+        """Cancels a waiting job at once, or tells the daemon that runs it. Nothing happens to an ended one.
+
+        Raises:
+            NotFoundError: There is no such job of this tenant.
+        """
+        flat = await self._call("cancel", job_ref(tenant, job_id))
+        try:
+            return self._own(tenant, job_id, decode_record(flat) if flat else None)
+        except GarbageError as error:
+            raise NotFoundError(f"the record of job {job_id!r} can't be read", job_id=job_id) from error
+
+    # -- daemons' side ------------------------------------------------------------------------------------
+
+    async def claim(self, owner: str, limits: Mapping[str, int], *, lease_ms: int) -> list[ClaimedJob]:
+        """Takes waiting jobs, most urgent class first, oldest first. Renew their leases from now on.
+
+        Args:
+            owner: Names this run of this daemon: no other run, before or beside it, may use it.
+            limits: Most jobs to take of each class; classes left out get none.
+            lease_ms: Time after which somebody else may take them if the lease is not renewed.
+        """
+        async with self._claiming:
+            held = self._held.setdefault(owner, {})
+            rooms: list[Argument] = []
+            for sla_class in self.classes:
+                if limits.get(sla_class, 0) > 0:
+                    rooms += [sla_class, limits[sla_class]]
+            reply = await self._call("claim", owner, lease_ms, len(held), *held, *rooms)
+            jobs = []
+            for raw_ref, flat, spec, output in reply:
+                try:
+                    job = _claimed(raw_ref, flat, spec, output)
+                except GarbageError as error:
+                    _log.warning("job_unreadable", ref=repr(raw_ref), error=str(error))
+                    await self._call("bury", raw_ref, owner, str(error))
+                    continue
+                held[raw_ref.decode()] = job.record.epoch
+                jobs.append(job)
+            return jobs
+
+    async def commit_step(self, owner: str, commits: Sequence[StepCommit]) -> CommitResult:
+        """Makes a step's output durable, all jobs in one round trip. Deliver nothing to clients before.
+
+        May be called again with the same commits when it is not known whether the first call arrived.
+        """
+        if not commits:
+            return CommitResult(refused=[], cancel=[])
+        args: list[Argument] = [owner]
+        for commit in commits:
+            args += _commit_args(commit)
+        refused, cancel = await self._call("commit_step", *args)
+        refusals = [
+            Refusal(
+                tenant=commits[i].tenant, job_id=commits[i].job_id, why=Why(why.decode()), output_tokens=count
+            )
+            for i, why, count in refused
+        ]
+        gone = {(r.tenant, r.job_id) for r in refusals if r.why in {Why.MISSING, Why.FINAL, Why.FENCED}}
+        kept = {(r.tenant, r.job_id) for r in refusals} - gone
+        for commit in commits:
+            key = (commit.tenant, commit.job_id)
+            if key in gone or (commit.state is not None and commit.state.final and key not in kept):
+                self.forget(owner, *key, epoch=commit.epoch)
+        return CommitResult(refused=refusals, cancel=[split_ref(ref.decode()) for ref in cancel])
+
+    async def finish(self, owner: str, commit: StepCommit) -> None:
+        """Ends one job, outside a step; `commit.state` says how.
+
+        Raises:
+            StateError: It was refused; the details say why.
+        """
+        if commit.state is None or not commit.state.final:
+            raise StateError(f"{commit.state} does not end a job", state=commit.state)
+        for refusal in (await self.commit_step(owner, [commit])).refused:
+            raise StateError(
+                f"job {refusal.job_id!r} can't be ended by this claim: {refusal.why}",
+                why=refusal.why,
+                output_tokens=refusal.output_tokens,
+            )
+
+    async def hand_back(
+        self, owner: str, tenant: str, job_id: str, epoch: int, *, charge: bool = False, why: str = ""
+    ) -> HandBackOutcome:
+        """Gives a job back to its old place in the queue, with its tokens.
+
+        Args:
+            owner: Who holds it.
+            tenant: Whose.
+            job_id: Which.
+            epoch: Of the claim.
+            charge: Count this claim as an attempt: the job is suspected of having killed the engine.
+            why: Evidence, with `charge`.
+        """
+        ref = job_ref(tenant, job_id)
+        outcome = await self._call(
+            "hand_back", owner, ref, epoch, int(charge), why or "handed back", self._max_attempts
+        )
+        self.forget(owner, tenant, job_id, epoch=epoch)
+        return HandBackOutcome(outcome.decode())
+
+    async def release_owner(self, owner: str) -> list[tuple[str, str]]:
+        """Gives back all that a daemon still holds, uncharged, and forgets the daemon. Gives the jobs."""
+        released = await self._call("release_owner", owner)
+        self._held.pop(owner, None)
+        return [split_ref(ref.decode()) for ref in released]
+
+    async def renew(self, owner: str, held: Sequence[tuple[str, str, int]], *, lease_ms: int) -> Renewal:
+        """Extends leases of (tenant, job id, epoch). Daemons use `LeaseKeeper`, which has its own thread."""
+        return parse_renewal(await self._call("renew", *renew_args(owner, held, lease_ms)))
+
+    async def reap(self) -> Reaped:
+        """Takes jobs from dead daemons and removes what expired. Any daemon may call it at any time."""
+        requeued, cancelled, dead, swept = await self._call(
+            "reap", self._max_attempts, REAP_LIMIT, self._dead_ttl_ms
+        )
+        requeued, cancelled, dead = (
+            [split_ref(ref.decode(errors="replace")) for ref in refs] for refs in (requeued, cancelled, dead)
+        )
+        return Reaped(requeued=requeued, cancelled=cancelled, dead=dead, swept=swept)
+
+    def forget(self, owner: str, tenant: str, job_id: str, *, epoch: int) -> None:
+        """Drops a job that this daemon lost (a renewal said so) from what later claims name as held."""
+        held = self._held.get(owner, {})
+        ref = job_ref(tenant, job_id)
+        if held.get(ref) == epoch:
+            del held[ref]
+
+    # -- operators' side ----------------------------------------------------------------------------------
+
+    async def dead_retry(self, tenant: str, job_id: str) -> None:
+        """Lets a dead job run again, from its committed tokens.
+
+        Raises:
+            NotFoundError: It is not among the dead letters.
+        """
+        if not await self._call("dead_retry", job_ref(tenant, job_id)):
+            raise NotFoundError(f"job {job_id!r} is not in the dead-letter list", job_id=job_id)
+
+    async def dead_drop(self, name: str) -> None:
+        """Throws a dead letter away, with its job. `name` is `DeadLetter.name`.
+
+        Raises:
+            NotFoundError: There is no such letter.
+        """
+        if not await self._call("dead_drop", name):
+            raise NotFoundError(f"{name!r} is not in the dead-letter list", name=name)
+
+
+def renew_args(owner: str, held: Sequence[tuple[str, str, int]], lease_ms: int) -> list[Argument]:
+    """Arguments of `renew.lua`."""
+    args: list[Argument] = [owner, lease_ms]
+    for tenant, job_id, epoch in held:
+        args += [job_ref(tenant, job_id), epoch]
+    return args
+
+
+def parse_renewal(reply: list[list[bytes]]) -> Renewal:
+    """Answer of `renew.lua`."""
+    lost, cancel = ([split_ref(ref.decode()) for ref in refs] for refs in reply)
+    return Renewal(lost=lost, cancel=cancel)
+
+
+def _commit_args(commit: StepCommit) -> list[Argument]:
+    """The 12 arguments of one item of `commit_step.lua`."""
+    if commit.state is not None and commit.state not in COMMITTABLE:
+        raise BatondError(f"a step can't make a job {commit.state}", reason="WRONG_STATE")
+    chunk = commit.chunk
+    return [
+        job_ref(commit.tenant, commit.job_id),
+        commit.epoch,
+        commit.state or "",
+        chunk.first_index if chunk else 0,
+        len(chunk.token_ids) if chunk else 0,
+        encode_chunk(chunk) if chunk else b"",
+        commit.prompt_tokens,
+        commit.preemptions,
+        commit.recomputed_tokens,
+        commit.finish_reason,
+        commit.error_reason,
+        commit.error_message,
+    ]
+
+
+def _claimed(
+    raw_ref: bytes, flat: list[bytes], spec: bytes | None, output: list[tuple[bytes, list[bytes]]]
+) -> ClaimedJob:
+    """Reads one job of a claim's reply, trusting nothing.
+
+    Raises:
+        GarbageError: Something in it is not ours.
+    """
+    record = decode_record(flat)
+    try:
+        named = job_ref(record.tenant, record.job_id).encode()
+    except BatondError as error:
+        raise GarbageError(f"record: {error}") from error
+    if named != raw_ref:
+        raise GarbageError("record: it names another job")
+    token_ids: list[int] = []
+    text: list[str] = []
+    for _, pairs in output:
+        chunk = decode_chunk(pairs[1])
+        if chunk.first_index != len(token_ids):
+            raise GarbageError(f"output: a chunk at {chunk.first_index} follows {len(token_ids)} tokens")
+        token_ids += chunk.token_ids
+        text.append(chunk.text)
+    if len(token_ids) != record.output_tokens:
+        raise GarbageError(f"output: {len(token_ids)} tokens, the record says {record.output_tokens}")
+    return ClaimedJob(record=record, spec=decode_spec(spec), token_ids=token_ids, text="".join(text))
