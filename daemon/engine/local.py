@@ -18,7 +18,7 @@ from batond.daemon.engine.padded import PaddedBatch
 from batond.daemon.engine.params import SamplingParams
 from batond.daemon.engine.query import Query
 from batond.daemon.engine.residency import Residency
-from batond.daemon.engine.sampling import Draw, sample
+from batond.daemon.engine.sampler import Sampler
 from batond.daemon.engine.text import TextStream
 from batond.daemon.engine.view import batch_view, query_view, snapshot
 from batond.daemon.errors import (
@@ -38,7 +38,6 @@ from batond.daemon.wire.messages import (
     QueryState,
     Resumed,
     Started,
-    Tokens,
 )
 from batond.offload.copies import copier_for
 from batond.offload.pool import HostPool
@@ -51,11 +50,13 @@ if TYPE_CHECKING:
 
     import torch
 
+    from batond.daemon.engine.sampler import Choice
     from batond.daemon.scheduler.plan import Chunk, ParkOrder, Plan
     from batond.daemon.wire.messages import QueryEvent, Snapshot
     from batond.policies.base import Policy
 
 DEFAULT_CHUNK_TOKENS = 256
+MAX_PROMPT_LOGPROBS = 1 << 19  # They travel to the front in one frame.
 STALLED_STEPS = 64  # A legal plan always moves something; this many empty steps in a row are a defect.
 
 
@@ -148,6 +149,7 @@ class LocalEngine:
         self.counters: Counter[str] = Counter()
         self.on_event: Callable[[QueryEvent], None] | None = None
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self._sampler = Sampler(self.model, self._tokenizer)
         self._arrivals = itertools.count(1)
         self._parks = itertools.count(1)
         self._stalled_steps = 0
@@ -179,8 +181,8 @@ class LocalEngine:
             emitted_token_ids: Tokens it produced elsewhere before; it continues after them.
 
         Raises:
-            InvalidRequestError: Empty prompt, unknown token id or class, taken id, or stop strings without
-                a tokenizer.
+            InvalidRequestError: Empty prompt, unknown token id or class, taken id, stop strings without a
+                tokenizer, n above 1, or structured output that can't be had.
             RequestTooLargeError: Prompt + max_tokens is over `max_query_tokens`.
         """
         sampling = sampling or SamplingParams()
@@ -200,6 +202,7 @@ class LocalEngine:
             raise InvalidRequestError(f"query id {query.query_id} is taken", query_id=query.query_id)
         if self._tokenizer is not None:
             query.text = TextStream(self._tokenizer, sampling.stop)
+        self._sampler.prepare(query)
         self.queries[query.query_id] = query
         self._replay(query, emitted_token_ids)
         return query
@@ -353,12 +356,11 @@ class LocalEngine:
                 self._count_prefill(query, 0, len(inputs[row]))
         logits = self.residency.batch.step(inputs)
         self._count_decode(idle=self.rows - len(occupied), waiting=len(self.queries) > len(occupied))
-        draws = [_draw(query) for _, query in occupied]
-        tokens = sample(logits[[row for row, _ in occupied]], draws)
-        for (_, query), token in zip(occupied, tokens, strict=True):
+        choices = self._sampler.choose(logits[[row for row, _ in occupied]], [query for _, query in occupied])
+        for (_, query), choice in zip(occupied, choices, strict=True):
             query.since_admission_tokens += 1
             self.planner.policy.on_tokens(query_view(query, self.residency.batch.layout), 0, 1)
-            self._append(query, token)
+            self._append(query, choice)
         return True
 
     # -- the pieces -----------------------------------------------------------------------------------
@@ -367,7 +369,13 @@ class LocalEngine:
         """Compute the next `count` tokens of a prompt (and of replayed output); logits after the last."""
         prefill = self.residency.prefill_of(query)
         first = prefill.done_tokens
-        logits = prefill.run(query.to_cache_token_ids[first : first + count])
+        token_ids = query.to_cache_token_ids[first : first + count]
+        if query.lacks_given_logprobs:
+            for place, behind in prefill.run_each(token_ids):
+                self._sampler.record_given(query, place, behind)
+                logits = behind[-1]
+        else:
+            logits = prefill.run(token_ids)
         self._count_prefill(query, first, count)
         return logits
 
@@ -377,7 +385,7 @@ class LocalEngine:
         if query.state is QueryState.PREFILLING:
             query.transition(QueryState.READY)
         if not query.output_token_ids:
-            self._append(query, sample(logits[None], [_draw(query)])[0])
+            self._append(query, self._sampler.choose(logits[None], [query])[0])
 
     def _place(self, query: Query) -> None:
         """Give the query a row."""
@@ -397,6 +405,7 @@ class LocalEngine:
     def _park(self, query: Query, mode: ParkMode, *, cause: str, for_query_id: str = "") -> None:
         """Take the query's row and device memory; keep its work in the host pool if it fits."""
         kept_bytes = self.residency.vacate(query, mode)
+        self._sampler.forget(query)
         query.transition(QueryState.PARKED)
         query.parks += 1
         query.park_seq = next(self._parks)
@@ -413,26 +422,42 @@ class LocalEngine:
             )
         )
 
-    def _append(self, query: Query, token: int) -> None:
+    def _append(self, query: Query, choice: Choice) -> None:
         """Add a token to a query and end it where it must end."""
-        first_index = len(query.output_token_ids)
+        token = choice.token_id
+        if not self._follows_grammar(query, token):
+            return
         query.output_token_ids.append(token)
+        if choice.logprobs is not None:
+            query.output_logprobs.append(choice.logprobs)
         query.first_token_s = query.first_token_s or time.monotonic()
         self.counters["output_tokens"] += 1
         text, reason = query.advance_text(token, self.model.eos_token_ids)
-        self._emit(Tokens(query_id=query.query_id, first_index=first_index, token_ids=[token], text=text))
+        self._emit(query.tokens_event(token, text))
         if reason is not None:
             self._end(query, QueryState.FINISHED, reason)
 
     def _replay(self, query: Query, token_ids: Sequence[int]) -> None:
         """Take over tokens emitted elsewhere; they may already complete the query."""
         for token in token_ids:
+            if not self._follows_grammar(query, int(token)):
+                return
             query.output_token_ids.append(int(token))
+            if self._inline and query.sampling.logprobs is not None:
+                query.output_logprobs.append(None)  # Inline prefill shows the newest token's logits alone.
             query.first_token_s = query.arrival_s
             _, reason = query.advance_text(int(token), self.model.eos_token_ids)
             if reason is not None:
                 self._end(query, QueryState.FINISHED, reason)
                 return
+
+    def _follows_grammar(self, query: Query, token: int) -> bool:
+        """Advance the query's grammar, if it has one; a token it does not allow ends the query."""
+        if query.grammar is None or query.grammar.accept(token):
+            return True
+        query.error = ("GRAMMAR_DEAD_END", "no token of the vocabulary continues what the grammar began")
+        self._end(query, QueryState.FAILED, FinishReason.ERROR)
+        return False
 
     def _fail(self, query: Query, error: Exception) -> None:
         """End one query by its own fault."""
@@ -454,6 +479,7 @@ class LocalEngine:
             self._emit(Finished(query_id=query.query_id, finish_reason=reason, usage=query.usage()))
 
     def _drop(self, query: Query) -> None:
+        self._sampler.forget(query)
         self.residency.release(query)
         del self.queries[query.query_id]
 
@@ -482,9 +508,26 @@ class LocalEngine:
                 prompt_tokens=len(prompt),
                 max_tokens=sampling.max_tokens,
             )
+        self._sampler.check(sampling)
+        self._check_prompt_logprobs(sampling, len(prompt))
         if sampling.stop and self._tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", field="stop")
         return prompt
+
+    def _check_prompt_logprobs(self, sampling: SamplingParams, prompt_tokens: int) -> None:
+        if sampling.prompt_logprobs is None:
+            return
+        if self._inline:
+            raise InvalidRequestError(
+                "prompt_logprobs needs decoupled prefill; this engine runs inline", field="prompt_logprobs"
+            )
+        values = prompt_tokens * (1 + sampling.prompt_logprobs)
+        if values > MAX_PROMPT_LOGPROBS:
+            raise RequestTooLargeError(
+                f"prompt_logprobs would report {values} numbers; the limit is {MAX_PROMPT_LOGPROBS}",
+                field="prompt_logprobs",
+                limit=MAX_PROMPT_LOGPROBS,
+            )
 
     def _count_prefill(self, query: Query, first: int, count: int) -> None:
         again = max(0, min(first + count, query.computed_tokens) - first)
@@ -510,10 +553,6 @@ class LocalEngine:
                 f"no progress in {STALLED_STEPS} steps; blocked: {plan.blocked}; states: {states}"
             )
         return moved
-
-
-def _draw(query: Query) -> Draw:
-    return Draw(query.sampling, query.seed, len(query.output_token_ids))
 
 
 def _check_arguments(*, rows: int, prefill: str, chunk_tokens: int | None) -> None:

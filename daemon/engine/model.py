@@ -83,7 +83,13 @@ class CausalModel:
             raise UnsupportedModelError(f"transformers can't make a cache for this model: {error}") from error
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: Cache
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: Cache,
+        *,
+        all_positions: bool = False,
     ) -> torch.Tensor:
         """Run the model over new tokens and return the logits of each row's newest column.
 
@@ -92,9 +98,10 @@ class CausalModel:
             attention_mask: int64, shape [rows, cached + new columns]; 1 where a token is.
             position_ids: int64, shape [rows, new columns]; each row counts its own tokens from 0.
             cache: Extended by the new columns.
+            all_positions: Return every new column's logits.
 
         Returns:
-            float32, shape [rows, vocabulary].
+            float32, shape [rows, vocabulary], or [rows, new columns, vocabulary].
         """
         arguments: dict[str, Any] = {
             "input_ids": input_ids,
@@ -104,11 +111,11 @@ class CausalModel:
         }
         if self._takes_positions:
             arguments["position_ids"] = position_ids
-        if self._takes_logits_to_keep:
+        if self._takes_logits_to_keep and not all_positions:
             arguments["logits_to_keep"] = 1
         with torch.no_grad():
-            logits: torch.Tensor = self.model(**arguments).logits[:, -1]
-        return logits.float()
+            logits: torch.Tensor = self.model(**arguments).logits
+        return (logits if all_positions else logits[:, -1]).float()
 
 
 def load_model(

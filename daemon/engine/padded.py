@@ -103,7 +103,7 @@ class PaddedBatch:
             return
         self._release(int(self._mask.any(dim=0).int().argmax()))
 
-    def step(self, tokens: Mapping[int, Sequence[int]]) -> torch.Tensor:
+    def step(self, tokens: Mapping[int, Sequence[int]], *, all_positions: bool = False) -> torch.Tensor:
         """Run the model over each row's new tokens, all ending in the newest column.
 
         Running rows bring one token; a newcomer (vector shaping) brings its prompt, and everybody else's
@@ -111,9 +111,10 @@ class PaddedBatch:
 
         Args:
             tokens: New tokens by row.
+            all_positions: Return the logits behind every new token, not only behind the newest.
 
         Returns:
-            float32 logits, shape [rows, vocabulary].
+            float32 logits, shape [rows, vocabulary], or [rows, most new tokens, vocabulary] end-aligned.
         """
         width = max(len(new) for new in tokens.values())
         self._require_no_gaps(tokens, width)
@@ -133,7 +134,9 @@ class PaddedBatch:
         # Idle rows see their own newest column: attention over nothing at all is not defined.
         seen = self._mask.long()
         seen[:, -1] = 1
-        return self._model.forward(input_ids.to(device), seen, position_ids.to(device), self._cache)
+        return self._model.forward(
+            input_ids.to(device), seen, position_ids.to(device), self._cache, all_positions=all_positions
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where mask, lengths and cache contradict each other."""

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from batond.daemon.engine.batch import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
-    from batond.daemon.engine.batch import Batch
     from batond.offload.slice import KVSlice
+
+_LOGITS_TOKENS = 64  # Logits of all places of a long chunk at once would need gigabytes.
+
+
+class PromptBatch(Batch, Protocol):
+    """A batch that can show the logits behind every token of a prompt."""
+
+    def step(self, tokens: Mapping[int, Sequence[int]], *, all_positions: bool = False) -> torch.Tensor:
+        """As `Batch.step`; with `all_positions`, shape [rows, most new tokens, vocabulary], end-aligned."""
 
 
 class Prefill:
@@ -23,7 +33,7 @@ class Prefill:
         kv: What was computed before and parked; None starts from nothing.
     """
 
-    def __init__(self, batch: Batch, kv: KVSlice | None = None) -> None:
+    def __init__(self, batch: PromptBatch, kv: KVSlice | None = None) -> None:
         self._batch = batch
         if kv is not None:
             batch.embed(0, kv)
@@ -43,6 +53,18 @@ class Prefill:
             float32 logits after the last of them, shape [vocabulary].
         """
         return self._batch.step({0: token_ids})[0]
+
+    def run_each(self, token_ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Compute the next chunk and show the logits behind each of its tokens.
+
+        Yields:
+            Index of a first token, and float32 logits behind it and those that follow, shape
+            [tokens, vocabulary].
+        """
+        for start in range(0, len(token_ids), _LOGITS_TOKENS):
+            first = self.done_tokens
+            part = token_ids[start : start + _LOGITS_TOKENS]
+            yield first, self._batch.step({0: part}, all_positions=True)[0]
 
     def slice(self) -> KVSlice:
         """The KV of all tokens computed so far."""

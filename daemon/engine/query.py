@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from batond.daemon.errors import StateError
-from batond.daemon.wire.messages import FinishReason, QueryState, Usage
+from batond.daemon.wire.messages import FinishReason, QueryState, Tokens, Usage
 
 if TYPE_CHECKING:
+    from batond.daemon.engine.grammar import GrammarMatcher
     from batond.daemon.engine.params import SamplingParams
     from batond.daemon.engine.prefill import Prefill
     from batond.daemon.engine.text import TextStream
+    from batond.daemon.wire.messages import TokenLogprobs
     from batond.offload.slice import KVSlice
     from batond.policies.classes import SlaClass
 
@@ -54,6 +56,9 @@ class Query:
         arrival_s: Monotonic time of arrival, queueing elsewhere included.
         output_token_ids: Tokens emitted so far, without the prompt.
         output_text: Text emitted so far; empty without a tokenizer.
+        output_logprobs: One per output token, if asked for; None where a token was replayed inline.
+        prompt_logprobs: One per prompt token whose place was computed, if asked for; None for the first.
+        grammar: Where its output stands in the schema, expression or grammar it must follow.
         finish_reason: Set when it ended.
         error: (reason, message) if it failed.
         parks: How often it was parked, by whomever.
@@ -81,6 +86,9 @@ class Query:
     arrival_s: float
     output_token_ids: list[int] = field(default_factory=list)
     output_text: str = ""
+    output_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    grammar: GrammarMatcher | None = None
     finish_reason: FinishReason | None = None
     error: tuple[str, str] | None = None
     parks: int = 0
@@ -97,6 +105,7 @@ class Query:
     computed_tokens: int = 0
     text: TextStream | None = None
     started: bool = False
+    prompt_logprobs_sent: bool = False
     first_token_s: float | None = None
     parked_s: float = 0.0
     _parked_since_s: float | None = None
@@ -133,6 +142,15 @@ class Query:
         """Tokens still to be computed before it can decode."""
         total = len(self.prompt_token_ids) + max(len(self.output_token_ids) - 1, 0)
         return 0 if self.row is not None else total - self.prefilled_tokens
+
+    @property
+    def lacks_given_logprobs(self) -> bool:
+        """Whether log-probabilities of tokens still to be prefilled are wanted."""
+        prompt_wanted = self.sampling.prompt_logprobs is not None
+        output_wanted = self.sampling.logprobs is not None
+        return (prompt_wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)) or (
+            output_wanted and len(self.output_logprobs) < len(self.output_token_ids)
+        )
 
     def transition(self, to: QueryState, now_s: float | None = None) -> None:
         """Move to another state: the only door.
@@ -172,15 +190,32 @@ class Query:
         reason = FinishReason.STOP if stops else None
         if reason is None and len(self.output_token_ids) >= self.sampling.max_tokens:
             reason = FinishReason.LENGTH
+        if self.grammar is not None and self.grammar.terminated:
+            reason = FinishReason.STOP
         if self.text is None:
             return "", reason
-        piece = "" if stops else self.text.push(token)
+        may_stop = len(self.output_token_ids) > self.sampling.min_tokens
+        piece = "" if stops else self.text.push(token, may_stop=may_stop)
         if reason is not None:
             piece += self.text.flush()
         if self.text.stopped:
             reason = FinishReason.STOP
         self.output_text += piece
         return piece, reason
+
+    def tokens_event(self, token: int, text: str) -> Tokens:
+        """The event for the token just appended; the first one brings the prompt's log-probabilities."""
+        newest = self.output_logprobs[-1] if self.sampling.logprobs is not None else None
+        prompt_due = self.sampling.prompt_logprobs is not None and not self.prompt_logprobs_sent
+        self.prompt_logprobs_sent = True
+        return Tokens(
+            query_id=self.query_id,
+            first_index=len(self.output_token_ids) - 1,
+            token_ids=[token],
+            text=text,
+            logprobs=None if newest is None else [newest],
+            prompt_logprobs=self.prompt_logprobs if prompt_due else None,
+        )
 
     def usage(self) -> Usage:
         """What it cost so far."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batond.daemon.engine.prefill import Prefill
+from batond.daemon.engine.prefill import Prefill, PromptBatch
 from batond.daemon.scheduler.plan import ParkMode
 from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
 
@@ -37,7 +37,9 @@ class Residency:
         by_row: Owner of each row.
     """
 
-    def __init__(self, batch: Batch, new_prefill_batch: Callable[[], Batch], store: ParkedStore) -> None:
+    def __init__(
+        self, batch: Batch, new_prefill_batch: Callable[[], PromptBatch], store: ParkedStore
+    ) -> None:
         self.batch = batch
         self.store = store
         self.by_row: list[Query | None] = [None] * batch.rows

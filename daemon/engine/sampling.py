@@ -56,7 +56,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _sample_noisy(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
-    """Tokens by temperature, top-k, top-p and noise; shape [rows]."""
+    """Tokens by temperature, top-k, top-p, min-p and noise; shape [rows]."""
     device = logits.device
     temperature = torch.tensor(
         [draw.params.temperature for draw in draws], dtype=torch.float64, device=device
@@ -64,7 +64,7 @@ def _sample_noisy(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     # float64: a temperature of 1e-6 must not overflow, and CPU and GPU must agree.
     scaled = logits.double() / temperature[:, None]
     scaled = scaled - scaled.amax(dim=-1, keepdim=True)
-    scaled = _keep_top(scaled, draws)
+    scaled = _keep_near(_keep_top(scaled, draws), draws)
     noise = gumbel_noise(
         [draw.seed for draw in draws], [draw.position for draw in draws], logits.shape[-1], device
     )
@@ -88,6 +88,14 @@ def _keep_top(scaled: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     beyond_p[:, 0] = False
     ordered = ordered.masked_fill(beyond_p, -torch.inf)
     return torch.empty_like(scaled).scatter_(-1, order, ordered)
+
+
+def _keep_near(scaled: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """Set everything below min-p of the likeliest (whose entry is 0) to minus infinity."""
+    if all(draw.params.min_p == 0.0 for draw in draws):
+        return scaled
+    min_p = torch.tensor([draw.params.min_p for draw in draws], dtype=torch.float64, device=scaled.device)
+    return scaled.masked_fill(scaled < min_p.log()[:, None], -torch.inf)
 
 
 def gumbel_noise(

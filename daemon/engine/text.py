@@ -34,12 +34,15 @@ class TextStream:
         """Whether a stop string was met."""
         return self._filter.stopped
 
-    def push(self, token_id: int) -> str:
-        """Take the next token and return the text that is certain now."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Take the next token and return the text that is certain now.
+
+        Without `may_stop` (the first `min_tokens` tokens) no stop string is looked for in this token's text.
+        """
         self._token_ids.append(token_id)
         piece = self._decoder.step(self._tokenizer, token_id) or ""
         self._decoded_chars += len(piece)
-        return self._filter.push(piece)
+        return self._filter.push(piece) if may_stop else piece
 
     def flush(self) -> str:
         """Return what is still held back: the last token of the query was pushed.

@@ -129,6 +129,13 @@ class Started(Message, frozen=True):
     row: int
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """A token's log-probability under the model's own distribution, and the likeliest tokens at its place."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # (token id, log-probability), likeliest first; as many as were asked for.
+
+
 class Tokens(Message, frozen=True):
     """Newly emitted tokens; `first_index` counts from the first output token of the query."""
 
@@ -136,6 +143,9 @@ class Tokens(Message, frozen=True):
     first_index: int
     token_ids: list[int]
     text: str  # May lag behind the tokens (UTF-8 and stop-string hold-back); the last event flushes.
+    logprobs: list[TokenLogprobs] | None = None  # One per token, if the query wants them.
+    # One per prompt token, None for the first; with the query's first event alone.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Preempted(Message, frozen=True):
