@@ -111,7 +111,9 @@ def _gemma2() -> Any:
         query_pre_attn_scalar=8,
         eos_token_id=2,
     )
-    return Gemma2ForCausalLM(config)
+    model = Gemma2ForCausalLM(config)
+    model.set_attn_implementation("eager")  # Before 5.24, transformers' sdpa ignores the soft cap.
+    return model
 
 
 def _gpt_oss() -> Any:
