@@ -130,6 +130,10 @@ class EmbeddedRedis:
                 process.kill()
                 process.wait()
         if self._lock is not None:
+            self.socket_path.unlink(missing_ok=True)
+            if self.socket_path.parent != self.folder:
+                with contextlib.suppress(OSError):
+                    self.socket_path.parent.rmdir()
             self._lock.close()
             self._lock = None
 

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from batond.daemon.errors import BatondError, ConflictError, ExhaustedError, NotFoundError, StateError
+from batond.daemon.errors import (
+    BatondError,
+    ConflictError,
+    ExhaustedError,
+    InvalidRequestError,
+    NotFoundError,
+    StateError,
+)
 from batond.daemon.queue.keys import job_ref, split_ref
 from batond.daemon.queue.reader import JobReader
 from batond.daemon.queue.records import (
@@ -148,7 +155,12 @@ class JobStore(JobReader):
             owner: Names this run of this daemon: no other run, before or beside it, may use it.
             limits: Most jobs to take of each class; classes left out get none.
             lease_ms: Time after which somebody else may take them if the lease is not renewed.
+
+        Raises:
+            InvalidRequestError: The owner has no name, which in Redis means: nobody.
         """
+        if not owner:
+            raise InvalidRequestError("a claim needs an owner", field="owner")
         async with self._claiming:
             held = self._held.setdefault(owner, {})
             rooms: list[Argument] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,9 +22,11 @@ LEASE_MS = 60_000
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks every test that takes the server."""
+    """Marks every test of this folder that takes the server."""
     for item in items:
-        if {"server", "client", "queue"} & set(getattr(item, "fixturenames", ())):
+        if item.path.parent == Path(__file__).parent and {"server", "client", "queue"} & set(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker(pytest.mark.redis)
 
 

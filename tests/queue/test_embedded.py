@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from conftest import Queue
 
 CLASSES = ("standard",)
+pytestmark = pytest.mark.redis
 
 
 async def submit(server: EmbeddedRedis, job_id: str, spec: bytes) -> None:
@@ -128,6 +129,7 @@ def test_a_deep_state_directory_gets_a_short_socket_path(tmp_path: Path) -> None
             assert client.ping()
     finally:
         server.stop()
+    assert not server.socket_path.parent.exists()
 
 
 def test_no_binary_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batond.daemon.errors import BatondError, NotFoundError
+from batond.daemon.errors import BatondError, InvalidRequestError, NotFoundError
 from batond.daemon.queue import HandBackOutcome, JobState, JobStore
 
 if TYPE_CHECKING:
@@ -41,6 +41,12 @@ async def test_late_writes_of_an_earlier_claim_are_refused(queue: Queue) -> None
     assert await queue.tokens("a") == [1, 2]
     assert await queue.commit(queue.step(old, 1, 9)) == ["final"]
     assert await queue.commit(queue.step(old, 1, state=JobState.SUCCEEDED)) == ["final"]
+
+
+async def test_nobody_is_no_owner(queue: Queue) -> None:
+    await queue.submit("a")
+    with pytest.raises(InvalidRequestError):
+        await queue.claim(owner="")
 
 
 async def test_the_same_owner_is_fenced_by_its_own_later_claim(queue: Queue) -> None:
