@@ -6,6 +6,7 @@ rebuilt by accepting the tokens emitted so far. xgrammar is the optional extra `
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES: Final = 256 << 20
 _COMPILE_THREADS: Final = 2
+_LOG_PREFIX: Final = re.compile(
+    r"^\[[\d:]+\] \S+:\d+: "
+)  # xgrammar puts time and source line before its words.
 
 
 class GrammarMatcher:
@@ -134,4 +138,5 @@ class Grammars:
 
 
 def _refusal(field: str, error: Exception) -> InvalidRequestError:
-    return InvalidRequestError(f"{field} can't be compiled: {str(error)[:500]}", field=field)
+    message = _LOG_PREFIX.sub("", str(error))[:500]
+    return InvalidRequestError(f"{field} can't be compiled: {message}", field=field)

@@ -35,6 +35,53 @@ BAD: list[dict[str, Any]] = [
     {"stop_token_ids": [-1]},
     {"stop_token_ids": [1.0]},
     {"stop_token_ids": list(range(65))},
+    {"min_p": -0.01},
+    {"min_p": 1.01},
+    {"min_p": float("nan")},
+    {"repetition_penalty": 0},
+    {"repetition_penalty": -1.0},
+    {"repetition_penalty": 101},
+    {"repetition_penalty": float("inf")},
+    {"presence_penalty": -2.1},
+    {"presence_penalty": 2.1},
+    {"presence_penalty": float("nan")},
+    {"frequency_penalty": -2.1},
+    {"frequency_penalty": 2.1},
+    {"frequency_penalty": True},
+    {"logit_bias": [(1, 1.0)]},
+    {"logit_bias": {-1: 1.0}},
+    {"logit_bias": {"1": 1.0}},
+    {"logit_bias": {1 << 31: 1.0}},
+    {"logit_bias": {1: 100.5}},
+    {"logit_bias": {1: float("nan")}},
+    {"logit_bias": {1: float("-inf")}},
+    {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+    {"min_tokens": -1},
+    {"min_tokens": 257},
+    {"min_tokens": 1.0},
+    {"n": 0},
+    {"n": 129},
+    {"n": None},
+    {"logprobs": -1},
+    {"logprobs": 21},
+    {"logprobs": True},
+    {"prompt_logprobs": -1},
+    {"prompt_logprobs": 21},
+    {"prompt_logprobs": 1.5},
+    {"json_schema": ""},
+    {"json_schema": "{"},
+    {"json_schema": "[]"},
+    {"json_schema": "3"},
+    {"json_schema": {}},
+    {"json_schema": "[" * 60_000},
+    {"json_schema": '{"a": "' + "x" * (1 << 16) + '"}'},
+    {"regex": ""},
+    {"regex": "a" * ((1 << 16) + 1)},
+    {"regex": 3},
+    {"grammar": ""},
+    {"grammar": b"root"},
+    {"json_schema": "{}", "regex": "a"},
+    {"regex": "a", "grammar": "root ::= 1"},
 ]
 
 
@@ -50,8 +97,41 @@ def test_edges_are_accepted() -> None:
     params = SamplingParams(max_tokens=1, temperature=0, top_p=1, top_k=1, stop=["a"], stop_token_ids=[0])  # type: ignore[arg-type]
     assert params.stop == ("a",)
     assert params.stop_token_ids == (0,)
+    biases = {0: -100.0, (1 << 31) - 1: 100, **dict.fromkeys(range(1, 1023), 0.0)}
+    most = SamplingParams(
+        max_tokens=9,
+        min_p=1,
+        repetition_penalty=100,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        logit_bias=biases,
+        min_tokens=9,
+        n=128,
+        logprobs=20,
+        prompt_logprobs=0,
+        regex="a" * (1 << 16),
+    )
+    assert most.penalized
+    assert most.structured
+    biases.clear()
+    assert len(most.logit_bias) == 1024, "parameters are a value: the caller's dictionary is not kept"
+    assert SamplingParams(json_schema="true").structured
+    assert not SamplingParams().penalized
+    assert not SamplingParams().structured
 
 
 def test_the_wire_keeps_every_field() -> None:
-    params = SamplingParams(max_tokens=5, temperature=0.5, stop=("x",), stop_token_ids=(4,), ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=5,
+        temperature=0.5,
+        stop=("x",),
+        stop_token_ids=(4,),
+        ignore_eos=True,
+        min_p=0.1,
+        logit_bias={3: 1.5, 70_000: -2.0},
+        n=3,
+        logprobs=0,
+        json_schema='{"type": "object"}',
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
