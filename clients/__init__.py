@@ -10,58 +10,62 @@
 Needs grpcio, grpcio-status and protobuf only. `batond.clients.errors` draws the tree of what can be raised.
 """
 
-from batond.clients.aio import AsyncClient
-from batond.clients.aio_stream import AsyncJobStream
-from batond.clients.build import ChatMessage, JobOptions
-from batond.clients.client import Client
-from batond.clients.errors import (
-    AccessError,
-    AlreadyExistsError,
-    BatondClientError,
-    CallCancelledError,
-    CallEndedError,
-    ClientDeadlineError,
-    ExhaustedError,
-    InvalidRequestError,
-    JobCancelledError,
-    JobEndedError,
-    JobFailedError,
-    NotFoundError,
-    PermissionDeniedError,
-    RequestError,
-    RetryLaterError,
-    ServerAbortedError,
-    ServerDeadlineError,
-    ServerError,
-    TimeoutExpiredError,
-    UnauthenticatedError,
-    UnavailableError,
-    UnsupportedCallError,
-    WrongStateError,
-)
-from batond.clients.model import (
-    BatchSnapshot,
-    Chunk,
-    Event,
-    Finished,
-    FinishReason,
-    JobInfo,
-    JobPage,
-    JobState,
-    Preempted,
-    QuerySnapshot,
-    QueryState,
-    Queued,
-    Resumed,
-    RowSnapshot,
-    ServerInfo,
-    ServerState,
-    SlaClass,
-    Started,
-)
-from batond.clients.retry import RetryPolicy
-from batond.clients.stream import JobStream
-from batond.clients.transport import DEFAULT_TARGET, ClientTLS
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batond.clients.aio import AsyncClient
+    from batond.clients.aio_stream import AsyncJobStream
+    from batond.clients.build import ChatMessage, JobOptions
+    from batond.clients.client import Client
+    from batond.clients.errors import (
+        AccessError,
+        AlreadyExistsError,
+        BatondClientError,
+        CallCancelledError,
+        CallEndedError,
+        ClientDeadlineError,
+        ExhaustedError,
+        InvalidRequestError,
+        JobCancelledError,
+        JobEndedError,
+        JobFailedError,
+        NotFoundError,
+        PermissionDeniedError,
+        RequestError,
+        RetryLaterError,
+        ServerAbortedError,
+        ServerDeadlineError,
+        ServerError,
+        TimeoutExpiredError,
+        UnauthenticatedError,
+        UnavailableError,
+        UnsupportedCallError,
+        WrongStateError,
+    )
+    from batond.clients.model import (
+        BatchSnapshot,
+        Chunk,
+        Event,
+        Finished,
+        FinishReason,
+        JobInfo,
+        JobPage,
+        JobState,
+        Preempted,
+        QuerySnapshot,
+        QueryState,
+        Queued,
+        Resumed,
+        RowSnapshot,
+        ServerInfo,
+        ServerState,
+        SlaClass,
+        Started,
+    )
+    from batond.clients.retry import RetryPolicy
+    from batond.clients.stream import JobStream
+    from batond.clients.transport import DEFAULT_TARGET, ClientTLS
 
 __all__ = [
     "DEFAULT_TARGET",
@@ -115,3 +119,25 @@ __all__ = [
     "UnsupportedCallError",
     "WrongStateError",
 ]
+
+_HOMES = ("model", "errors", "client", "aio", "stream", "aio_stream", "build", "retry", "transport")
+
+
+def __getattr__(name: str) -> object:
+    """Imports what is asked for when it is asked for.
+
+    grpc reads how much to log when it is first imported; batonctl, which is part of this package, must be
+    able to say so before that. It also keeps the plain values (`model`) free of grpc.
+    """
+    if name in __all__:
+        for home in _HOMES:
+            module = import_module(f"{__name__}.{home}")
+            if hasattr(module, name):
+                found: object = getattr(module, name)
+                globals()[name] = found
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

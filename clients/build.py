@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,15 @@ class JobOptions(TypedDict, total=False):
         temperature: 0 is greedy.
         top_k: Keep the k likeliest tokens; 0 keeps all.
         top_p: Keep the smallest set whose probability reaches this, in (0, 1].
+        min_p: Drop tokens whose probability is below this share of the likeliest one's.
+        repetition_penalty: Above 1 discourages tokens of prompt and output, below 1 encourages them.
+        presence_penalty: Subtracted from the logits of every token of the output, from -2 to 2.
+        frequency_penalty: Subtracted once for each time the token stands in the output, from -2 to 2.
+        logit_bias: Added to the logits, by token id, each from -100 to 100.
+        min_tokens: Tokens before the first that may end the generation.
+        json_schema: The output must be JSON that follows this schema, given as JSON text or as a mapping.
+        regex: The output must match this regular expression.
+        grammar: The output must match this grammar (GBNF, start rule `root`); one of these three at most.
         seed: Makes sampling reproducible.
         ignore_eos: Don't end at the model's end-of-sequence ids.
         stop_token_ids: Further ids that end the generation.
@@ -62,6 +72,15 @@ class JobOptions(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    min_tokens: int
+    json_schema: str | Mapping[str, object]
+    regex: str
+    grammar: str
     seed: int
     ignore_eos: bool
     stop_token_ids: Sequence[int]
@@ -70,7 +89,23 @@ class JobOptions(TypedDict, total=False):
     job_id: str
 
 
-SAMPLING_FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "stop_token_ids")
+SAMPLING_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "min_tokens",
+    "regex",
+    "grammar",
+    "seed",
+    "ignore_eos",
+    "stop_token_ids",
+)
 SPEC_FIELDS = ("model", "sla_class", "labels")
 
 
@@ -124,6 +159,7 @@ def spec(prompt: str | None, options: JobOptions) -> types_pb2.JobSpec:
         _set(message.sampling, name, options.get(name))
     stop = options.get("stop")
     _set(message.sampling, "stop", [stop] if isinstance(stop, str) else stop)
+    _set(message.sampling, "json_schema", _schema(options.get("json_schema")))
     return message
 
 
@@ -195,6 +231,14 @@ def _set_duration(message: Any, name: str, seconds: float | None) -> None:
         return
     with _field(name):
         getattr(message, name).FromNanoseconds(round(seconds * 1e9))
+
+
+def _schema(schema: str | Mapping[str, object] | None) -> str | None:
+    """The schema as JSON text, always the same for the same mapping: a repeated submission must be equal."""
+    if schema is None or isinstance(schema, str):
+        return schema
+    with _field("json_schema"):
+        return json.dumps(schema, sort_keys=True, allow_nan=False)
 
 
 def _turn(turn: Turn) -> types_pb2.ChatMessage:

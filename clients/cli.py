@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator  # noqa: TC003 -- typer reads annotations at run time
 from pathlib import Path  # noqa: TC003 -- typer reads annotations at run time
@@ -71,10 +70,6 @@ def run() -> int:
         return cli_output.EXIT_USAGE
     except (KeyboardInterrupt, typer.Abort):
         return cli_output.EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader has seen enough; keep the interpreter from complaining once more when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     # Without standalone mode typer gives the exit code of typer.Exit back as the result.
     return result if isinstance(result, int) else 0
 

@@ -1,0 +1,351 @@
+"""batonctl from the command line to the wire and back: output, exit codes, one-line errors."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from rich.console import Console
+
+from batond.clients import BatchSnapshot, QuerySnapshot, QueryState, RowSnapshot, batch_view, cli
+from batond.v1 import admin_pb2, types_pb2
+
+
+@dataclass
+class Result:
+    """What one run left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def batonctl(
+    daemon: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Result]:
+    """Runs batonctl in this process, against the daemon that fails on cue."""
+    for name in ("BATOND_TOKEN", "BATOND_TOKEN_FILE", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("BATOND_SERVER", daemon.target)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: str, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "argv", ["batonctl", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = cli.run()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        assert captured.err.count("\n") == (1 if captured.err else 0), captured.err
+        return Result(code, captured.out, captured.err)
+
+    return run
+
+
+def test_submit_prints_the_id(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    result = batonctl("submit", "hello", "--id", "mine", "-c", "batch", "-n", "4", "--label", "run=7=a")
+    assert result == Result(0, "mine\n", "")
+    spec = daemon.calls[0][1].spec
+    assert (spec.text.text, spec.sla_class, spec.sampling.max_tokens) == ("hello", "batch", 4)
+    assert dict(spec.labels) == {"run": "7=a"}
+
+
+def test_options_left_out_stay_unset(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    batonctl("submit", "hello")
+    spec = daemon.calls[0][1].spec
+    assert not spec.HasField("sampling")
+    assert spec == types_pb2.JobSpec(text=types_pb2.TextInput(text="hello"))
+
+
+def test_zero_is_not_left_out(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    """Q1: what is wrong reaches the daemon, which says what is wrong."""
+    batonctl("submit", "hello", "--max-tokens", "0", "--temperature", "0", "--seed", "0")
+    sampling = daemon.calls[0][1].spec.sampling
+    for name in ("max_tokens", "temperature", "seed"):
+        assert sampling.HasField(name)
+
+
+def test_input_in_every_form(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    batonctl("submit", "-", stdin="from a pipe")
+    batonctl("submit", "--token-ids", "5,17,3")
+    batonctl("submit", "hi", "--chat")
+    batonctl("submit", "hi", "--system", "be short", "--stop", "a", "--stop", "b", "--ignore-eos")
+    specs = [request.spec for _, request in daemon.calls]
+    assert specs[0].text.text == "from a pipe"
+    assert list(specs[1].tokens.token_ids) == [5, 17, 3]
+    assert [turn.role for turn in specs[2].chat.messages] == ["user"]
+    assert [turn.content for turn in specs[3].chat.messages] == ["be short", "hi"]
+    assert list(specs[3].sampling.stop) == ["a", "b"]
+    assert specs[3].sampling.ignore_eos
+
+
+def test_generate_streams_the_text(batonctl: Callable[..., Result], chunks: Any) -> None:
+    text = "".join(text for _, text in chunks)
+    assert batonctl("generate", "hello") == Result(0, text + "\n", "")
+
+
+def test_generate_as_json(batonctl: Callable[..., Result], chunks: Any) -> None:
+    events = [json.loads(line) for line in batonctl("generate", "hello", "--json").out.splitlines()]
+    assert events[0]["event"] == "queued"
+    assert events[-1]["event"] == "finished"
+    assert events[-1]["job"]["state"] == "succeeded"
+    assert [event["text"] for event in events if event["event"] == "chunk"] == [text for _, text in chunks]
+
+
+def test_watch_get_wait(daemon: Any, batonctl: Callable[..., Result], chunks: Any) -> None:
+    text = "".join(text for _, text in chunks)
+    batonctl("submit", "hello", "--id", "j")
+    assert batonctl("watch", "j").out == text + "\n"
+    batonctl("watch", "j", "--from", "3")
+    assert daemon.calls[-1][1].from_token_index == 3
+    shown = batonctl("get", "j").out
+    for part in ("succeeded", "length", "0 + 7", "漢字."):
+        assert part in shown
+    assert json.loads(batonctl("get", "j", "--json").out)["text"] == text
+    assert json.loads(batonctl("submit", "x", "--wait", "--json").out)["output_tokens"] == 7
+
+
+def test_list(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    for number in range(4):
+        batonctl("submit", "[red]x", "--id", f"j[b]{number}")
+    listed = batonctl("list").out.splitlines()
+    assert [line.split()[0] for line in listed[1:]] == ["j[b]3", "j[b]2", "j[b]1", "j[b]0"]
+    limited = batonctl("list", "--limit", "3", "--json").out.splitlines()
+    assert [json.loads(line)["job_id"] for line in limited] == ["j[b]3", "j[b]2", "j[b]1"]
+    batonctl("list", "--state", "queued", "--state", "parked")
+    assert list(daemon.calls[-1][1].states) == [types_pb2.JOB_STATE_QUEUED, types_pb2.JOB_STATE_PARKED]
+
+
+def test_steering(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    batonctl("submit", "x", "--id", "j")
+    assert batonctl("park", "j", "--tenant", "t0").out == "j parked\n"
+    assert daemon.calls[-1][1].tenant == "t0"
+    assert batonctl("resume", "j").out == "j running\n"
+    assert batonctl("cancel", "j").out == "j cancelled\n"
+    assert batonctl("drain", "--for", "2").out == "draining; jobs in the engine: 1\n"
+    assert daemon.calls[-1][1].timeout.seconds == 2
+
+
+def test_info(batonctl: Callable[..., Result]) -> None:
+    shown = batonctl("info").out
+    for part in ("0.1.0", "ready", "tiny", "64 tokens", "interactive (never parked), batch", "torch 2.11"):
+        assert part in shown
+    assert json.loads(batonctl("info", "--json").out)["max_query_tokens"] == 64
+
+
+def test_top(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    row = admin_pb2.RowSnapshot(row=0, job_id="long", tenant="t0", sla_class="batch", output_tokens=5)
+    daemon.snapshots = [admin_pb2.BatchSnapshot(step=7, rows=[row])] * 5
+    shown = batonctl("top", "--snapshots", "2").out
+    assert shown.count("step 7") == 2
+    assert "long" in shown
+    lines = batonctl("top", "--snapshots", "3", "--json").out.splitlines()
+    assert [json.loads(line)["rows"][0]["job_id"] for line in lines] == ["long"] * 3
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, 3),
+        (grpc.StatusCode.NOT_FOUND, 4),
+        (grpc.StatusCode.ALREADY_EXISTS, 5),
+        (grpc.StatusCode.FAILED_PRECONDITION, 5),
+        (grpc.StatusCode.UNAUTHENTICATED, 6),
+        (grpc.StatusCode.PERMISSION_DENIED, 6),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 7),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 8),
+        (grpc.StatusCode.INTERNAL, 9),
+        (grpc.StatusCode.ABORTED, 9),
+    ],
+)
+def test_errors_are_one_line_and_a_code(
+    daemon: Any, batonctl: Callable[..., Result], fault: Any, code: grpc.StatusCode, expected: int
+) -> None:
+    daemon.faults["GetJob"] = [fault(code, message="two\nlines", reason="WHY", fields={"a.b": "too long"})]
+    result = batonctl("get", "j")
+    assert result.code == expected
+    assert result.out == ""
+    assert result.err.startswith("batonctl: two lines (")
+    assert "a.b: too long" in result.err
+    assert "[WHY]" in result.err
+
+
+def test_nobody_there(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    daemon.stop()
+    result = batonctl("info")
+    assert result.code == 7
+    assert "check that the daemon runs" in result.err
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [(types_pb2.JOB_STATE_FAILED, "failed: too large"), (types_pb2.JOB_STATE_CANCELLED, "was cancelled")],
+)
+def test_a_job_that_does_not_succeed(
+    daemon: Any, batonctl: Callable[..., Result], state: types_pb2.JobState, word: str
+) -> None:
+    error = types_pb2.JobError(code=8, reason="KV_BYTES", message="too large")
+    daemon.final = types_pb2.Job(state=state, text="half", error=error)
+    for command in (["generate"], ["submit", "--wait"]):
+        result = batonctl(*command, "x")
+        assert result.code == 1
+        assert word in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nope"],
+        ["submit"],
+        ["submit", "x", "--max-tokens", "1.5"],
+        ["submit", "--token-ids", "1,b"],
+        ["submit", "x", "--label", "novalue"],
+        ["list", "--state", "sleeping"],
+        ["get"],
+        ["get", "j", "--nope"],
+        ["--token-file", "/does/not/exist", "info"],
+        ["--server", "example.org:1", "--token", "t", "info"],
+        ["--key", "/dev/null", "info"],
+    ],
+)
+def test_wrong_usage(daemon: Any, batonctl: Callable[..., Result], arguments: list[str]) -> None:
+    result = batonctl(*arguments)
+    assert result.code == 2
+    assert result.err.startswith("batonctl: ")
+    assert daemon.calls == []
+
+
+def test_the_token_comes_from_option_environment_or_file(
+    daemon: Any, batonctl: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def sent(*arguments: str) -> object:
+        assert batonctl(*arguments, "info").code == 0
+        return daemon.metadata.get("authorization")
+
+    assert sent() is None
+    file = tmp_path / "token"
+    file.write_text("from-file\n", encoding="utf-8")
+    monkeypatch.setenv("BATOND_TOKEN_FILE", str(file))
+    assert sent() == "Bearer from-file"
+    monkeypatch.setenv("BATOND_TOKEN", "from-environment")
+    assert sent() == "Bearer from-environment"
+    assert sent("--token", "from-option") == "Bearer from-option"
+
+
+def program(daemon: Any, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """Starts the installed program."""
+    command = [sys.executable, "-m", "batond.clients.batonctl", "--server", daemon.target, *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
+    return subprocess.Popen(command, **(pipes | options))
+
+
+def test_an_interrupt_cancels_and_is_quiet(daemon: Any) -> None:
+    """C5: Ctrl-C ends the generation at the daemon and leaves no traceback."""
+    daemon.endless = True
+    process = program(daemon, "generate", "hello")
+    assert daemon.waiting.wait(20)
+    process.send_signal(2)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert err == b""
+    assert daemon.ended.wait(20)
+
+
+def test_a_lost_daemon_is_one_line(daemon: Any) -> None:
+    daemon.endless = True
+    process = program(daemon, "top")
+    assert daemon.waiting.wait(20)
+    daemon.stop()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 7
+    assert err.count(b"\n") == 1, err
+
+
+def test_a_reader_that_leaves_ends_it_quietly(daemon: Any) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = program(daemon, "generate", "hello", stdout=write)
+    os.close(write)
+    _, err = process.communicate(timeout=20)
+    assert err == b""
+    assert process.returncode == 1
+
+
+def test_without_a_command_the_help_is_shown(daemon: Any) -> None:
+    process = program(daemon)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert b"generate" in out
+
+
+def draw(snapshot: BatchSnapshot, width: int = 120, **options: int) -> str:
+    """Draws a snapshot as plain text."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(batch_view.render(snapshot, **options))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_the_batch_is_drawn() -> None:
+    running = RowSnapshot(
+        row=0, job_id="j[red]1", tenant="lab", sla_class="batch", output_tokens=48, max_tokens=96
+    )
+    parked = QuerySnapshot(
+        job_id="p1",
+        tenant="shop",
+        sla_class="batch",
+        state=QueryState.PARKED,
+        output_tokens=9,
+        parks=3,
+        parked_bytes=5 << 20,
+        held=True,
+    )
+    prefilling = QuerySnapshot(
+        job_id="w1", state=QueryState.PREFILLING, prompt_tokens=100, prefilled_tokens=32
+    )
+    drawn = draw(
+        BatchSnapshot(
+            step=412,
+            rows=(running, RowSnapshot(row=1)),
+            queries=(parked, prefilling),
+            columns=77,
+            host_pool_used_bytes=5 << 20,
+            host_pool_bytes=256 << 20,
+            queued_jobs=4,
+            counters={"parks": 3.0, "unknown": 1.0},
+        )
+    )
+    lines = drawn.splitlines()
+    assert "step 412" in lines[0]
+    assert "rows 1/2" in lines[0]
+    assert "columns 77" in lines[0]
+    (row,) = [line for line in lines if "j[red]1" in line]
+    assert "━━━━━━━━┄┄┄┄┄┄┄┄ 48/96" in row
+    assert any("idle" in line for line in lines)
+    (line,) = [line for line in lines if "p1" in line]
+    for part in ("shop", "parked (held)", "3", "5.0 MiB", "9"):
+        assert part in line
+    assert "prefilling 32/100" in drawn
+    assert "5.0 MiB of 256.0 MiB" in drawn
+    assert "queued jobs 4" in drawn
+    assert "parks 3" in drawn
+
+
+def test_many_queries_are_counted_and_narrow_terminals_survive() -> None:
+    queries = tuple(QuerySnapshot(job_id=f"q{number}") for number in range(40))
+    snapshot = BatchSnapshot(step=1, rows=(RowSnapshot(row=0),), queries=queries)
+    drawn = draw(snapshot, max_queries=5)
+    assert "q4" in drawn
+    assert "q5" not in drawn
+    assert "and 35 more" in drawn
+    assert draw(snapshot, width=30)
+    assert draw(BatchSnapshot(step=0))
