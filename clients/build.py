@@ -234,11 +234,11 @@ def _set_duration(message: Any, name: str, seconds: float | None) -> None:
 
 
 def _schema(schema: str | Mapping[str, object] | None) -> str | None:
-    """The schema as JSON text, always the same for the same mapping: a repeated submission must be equal."""
-    if schema is None or isinstance(schema, str):
+    """The schema as JSON text, in the mapping's own order: it is the order of the output's properties."""
+    if schema is None or not isinstance(schema, Mapping):
         return schema
     with _field("json_schema"):
-        return json.dumps(schema, sort_keys=True, allow_nan=False)
+        return json.dumps(schema, allow_nan=False)
 
 
 def _turn(turn: Turn) -> types_pb2.ChatMessage:

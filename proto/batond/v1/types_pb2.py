@@ -26,21 +26,23 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61tond/v1/types.proto\x12\tbatond.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x19\n\tTextInput\x12\x0c\n\x04text\x18\x01 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.batond.v1.ChatMessage\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xf4\x01\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x0c\n\x04stop\x18\x08 \x03(\tB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seed\"\xb5\x02\n\x07JobSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x04text\x18\x02 \x01(\x0b\x32\x14.batond.v1.TextInputH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.batond.v1.ChatInputH\x00\x12\'\n\x06tokens\x18\x04 \x01(\x0b\x32\x15.batond.v1.TokenInputH\x00\x12\x11\n\tsla_class\x18\x05 \x01(\t\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.batond.v1.SamplingParams\x12.\n\x06labels\x18\x07 \x03(\x0b\x32\x1e.batond.v1.JobSpec.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05input\"9\n\x08JobError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xad\x05\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\"\n\x05state\x18\x04 \x01(\x0e\x32\x13.batond.v1.JobState\x12\x11\n\tsla_class\x18\x05 \x01(\t\x12\x1b\n\x13\x65\x66\x66\x65\x63tive_sla_class\x18\x06 \x01(\t\x12*\n\x06labels\x18\x07 \x03(\x0b\x32\x1a.batond.v1.Job.LabelsEntry\x12\x30\n\x0c\x63reated_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\x0cstarted_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rfinished_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\nqueue_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0equeue_position\x18\x0c \x01(\r\x12\x13\n\x0bpreemptions\x18\r \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x0e \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0f \x01(\r\x12\x15\n\routput_tokens\x18\x10 \x01(\r\x12\x18\n\x10output_token_ids\x18\x11 \x03(\r\x12\x0c\n\x04text\x18\x12 \x01(\t\x12.\n\rfinish_reason\x18\x13 \x01(\x0e\x32\x17.batond.v1.FinishReason\x12\"\n\x05\x65rror\x18\x14 \x01(\x0b\x32\x13.batond.v1.JobError\x12\x10\n\x08\x61ttempts\x18\x15 \x01(\r\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"G\n\x06Queued\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x1b\n\x13\x65\x66\x66\x65\x63tive_sla_class\x18\x03 \x01(\t\"8\n\x07Started\x12-\n\nqueue_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"H\n\nTokenChunk\x12\x19\n\x11\x66irst_token_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\")\n\tPreempted\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04kept\x18\x02 \x01(\x08\"\t\n\x07Resumed\"\'\n\x08\x46inished\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\"\xc1\x02\n\x0bStreamEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12#\n\x06queued\x18\x03 \x01(\x0b\x32\x11.batond.v1.QueuedH\x00\x12%\n\x07started\x18\x04 \x01(\x0b\x32\x12.batond.v1.StartedH\x00\x12&\n\x05\x63hunk\x18\x05 \x01(\x0b\x32\x15.batond.v1.TokenChunkH\x00\x12)\n\tpreempted\x18\x06 \x01(\x0b\x32\x14.batond.v1.PreemptedH\x00\x12%\n\x07resumed\x18\x07 \x01(\x0b\x32\x12.batond.v1.ResumedH\x00\x12\'\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x13.batond.v1.FinishedH\x00\x42\x07\n\x05\x65vent*\xb0\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10JOB_STATE_QUEUED\x10\x01\x12\x15\n\x11JOB_STATE_RUNNING\x10\x02\x12\x14\n\x10JOB_STATE_PARKED\x10\x03\x12\x17\n\x13JOB_STATE_SUCCEEDED\x10\x04\x12\x17\n\x13JOB_STATE_CANCELLED\x10\x05\x12\x14\n\x10JOB_STATE_FAILED\x10\x06*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61tond/v1/types.proto\x12\tbatond.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x19\n\tTextInput\x12\x0c\n\x04text\x18\x01 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.batond.v1.ChatMessage\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xb6\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x12\n\x05min_p\x18\t \x01(\x01H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.batond.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0e \x01(\x03H\t\x88\x01\x01\x12\x18\n\x0bjson_schema\x18\x0f \x01(\tH\n\x88\x01\x01\x12\x12\n\x05regex\x18\x10 \x01(\tH\x0b\x88\x01\x01\x12\x14\n\x07grammar\x18\x11 \x01(\tH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokensB\x0e\n\x0c_json_schemaB\x08\n\x06_regexB\n\n\x08_grammar\"\xb5\x02\n\x07JobSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x04text\x18\x02 \x01(\x0b\x32\x14.batond.v1.TextInputH\x00\x12$\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x14.batond.v1.ChatInputH\x00\x12\'\n\x06tokens\x18\x04 \x01(\x0b\x32\x15.batond.v1.TokenInputH\x00\x12\x11\n\tsla_class\x18\x05 \x01(\t\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.batond.v1.SamplingParams\x12.\n\x06labels\x18\x07 \x03(\x0b\x32\x1e.batond.v1.JobSpec.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05input\"9\n\x08JobError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xad\x05\n\x03Job\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\"\n\x05state\x18\x04 \x01(\x0e\x32\x13.batond.v1.JobState\x12\x11\n\tsla_class\x18\x05 \x01(\t\x12\x1b\n\x13\x65\x66\x66\x65\x63tive_sla_class\x18\x06 \x01(\t\x12*\n\x06labels\x18\x07 \x03(\x0b\x32\x1a.batond.v1.Job.LabelsEntry\x12\x30\n\x0c\x63reated_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x30\n\x0cstarted_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rfinished_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\nqueue_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x16\n\x0equeue_position\x18\x0c \x01(\r\x12\x13\n\x0bpreemptions\x18\r \x01(\r\x12\x19\n\x11recomputed_tokens\x18\x0e \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0f \x01(\r\x12\x15\n\routput_tokens\x18\x10 \x01(\r\x12\x18\n\x10output_token_ids\x18\x11 \x03(\r\x12\x0c\n\x04text\x18\x12 \x01(\t\x12.\n\rfinish_reason\x18\x13 \x01(\x0e\x32\x17.batond.v1.FinishReason\x12\"\n\x05\x65rror\x18\x14 \x01(\x0b\x32\x13.batond.v1.JobError\x12\x10\n\x08\x61ttempts\x18\x15 \x01(\r\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"G\n\x06Queued\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x1b\n\x13\x65\x66\x66\x65\x63tive_sla_class\x18\x03 \x01(\t\"8\n\x07Started\x12-\n\nqueue_time\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"H\n\nTokenChunk\x12\x19\n\x11\x66irst_token_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\")\n\tPreempted\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0c\n\x04kept\x18\x02 \x01(\x08\"\t\n\x07Resumed\"\'\n\x08\x46inished\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\"\xc1\x02\n\x0bStreamEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12#\n\x06queued\x18\x03 \x01(\x0b\x32\x11.batond.v1.QueuedH\x00\x12%\n\x07started\x18\x04 \x01(\x0b\x32\x12.batond.v1.StartedH\x00\x12&\n\x05\x63hunk\x18\x05 \x01(\x0b\x32\x15.batond.v1.TokenChunkH\x00\x12)\n\tpreempted\x18\x06 \x01(\x0b\x32\x14.batond.v1.PreemptedH\x00\x12%\n\x07resumed\x18\x07 \x01(\x0b\x32\x12.batond.v1.ResumedH\x00\x12\'\n\x08\x66inished\x18\x08 \x01(\x0b\x32\x13.batond.v1.FinishedH\x00\x42\x07\n\x05\x65vent*\xb0\x01\n\x08JobState\x12\x19\n\x15JOB_STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10JOB_STATE_QUEUED\x10\x01\x12\x15\n\x11JOB_STATE_RUNNING\x10\x02\x12\x14\n\x10JOB_STATE_PARKED\x10\x03\x12\x17\n\x13JOB_STATE_SUCCEEDED\x10\x04\x12\x17\n\x13JOB_STATE_CANCELLED\x10\x05\x12\x14\n\x10JOB_STATE_FAILED\x10\x06*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'batond.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_JOBSPEC_LABELSENTRY']._loaded_options = None
   _globals['_JOBSPEC_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_JOB_LABELSENTRY']._loaded_options = None
   _globals['_JOB_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_JOBSTATE']._serialized_start=2193
-  _globals['_JOBSTATE']._serialized_end=2369
-  _globals['_FINISHREASON']._serialized_start=2372
-  _globals['_FINISHREASON']._serialized_end=2521
+  _globals['_JOBSTATE']._serialized_start=2643
+  _globals['_JOBSTATE']._serialized_end=2819
+  _globals['_FINISHREASON']._serialized_start=2822
+  _globals['_FINISHREASON']._serialized_end=2971
   _globals['_TEXTINPUT']._serialized_start=101
   _globals['_TEXTINPUT']._serialized_end=126
   _globals['_CHATMESSAGE']._serialized_start=128
@@ -50,29 +52,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENINPUT']._serialized_start=229
   _globals['_TOKENINPUT']._serialized_end=260
   _globals['_SAMPLINGPARAMS']._serialized_start=263
-  _globals['_SAMPLINGPARAMS']._serialized_end=507
-  _globals['_JOBSPEC']._serialized_start=510
-  _globals['_JOBSPEC']._serialized_end=819
-  _globals['_JOBSPEC_LABELSENTRY']._serialized_start=765
-  _globals['_JOBSPEC_LABELSENTRY']._serialized_end=810
-  _globals['_JOBERROR']._serialized_start=821
-  _globals['_JOBERROR']._serialized_end=878
-  _globals['_JOB']._serialized_start=881
-  _globals['_JOB']._serialized_end=1566
-  _globals['_JOB_LABELSENTRY']._serialized_start=765
-  _globals['_JOB_LABELSENTRY']._serialized_end=810
-  _globals['_QUEUED']._serialized_start=1568
-  _globals['_QUEUED']._serialized_end=1639
-  _globals['_STARTED']._serialized_start=1641
-  _globals['_STARTED']._serialized_end=1697
-  _globals['_TOKENCHUNK']._serialized_start=1699
-  _globals['_TOKENCHUNK']._serialized_end=1771
-  _globals['_PREEMPTED']._serialized_start=1773
-  _globals['_PREEMPTED']._serialized_end=1814
-  _globals['_RESUMED']._serialized_start=1816
-  _globals['_RESUMED']._serialized_end=1825
-  _globals['_FINISHED']._serialized_start=1827
-  _globals['_FINISHED']._serialized_end=1866
-  _globals['_STREAMEVENT']._serialized_start=1869
-  _globals['_STREAMEVENT']._serialized_end=2190
+  _globals['_SAMPLINGPARAMS']._serialized_end=957
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=720
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=768
+  _globals['_JOBSPEC']._serialized_start=960
+  _globals['_JOBSPEC']._serialized_end=1269
+  _globals['_JOBSPEC_LABELSENTRY']._serialized_start=1215
+  _globals['_JOBSPEC_LABELSENTRY']._serialized_end=1260
+  _globals['_JOBERROR']._serialized_start=1271
+  _globals['_JOBERROR']._serialized_end=1328
+  _globals['_JOB']._serialized_start=1331
+  _globals['_JOB']._serialized_end=2016
+  _globals['_JOB_LABELSENTRY']._serialized_start=1215
+  _globals['_JOB_LABELSENTRY']._serialized_end=1260
+  _globals['_QUEUED']._serialized_start=2018
+  _globals['_QUEUED']._serialized_end=2089
+  _globals['_STARTED']._serialized_start=2091
+  _globals['_STARTED']._serialized_end=2147
+  _globals['_TOKENCHUNK']._serialized_start=2149
+  _globals['_TOKENCHUNK']._serialized_end=2221
+  _globals['_PREEMPTED']._serialized_start=2223
+  _globals['_PREEMPTED']._serialized_end=2264
+  _globals['_RESUMED']._serialized_start=2266
+  _globals['_RESUMED']._serialized_end=2275
+  _globals['_FINISHED']._serialized_start=2277
+  _globals['_FINISHED']._serialized_end=2316
+  _globals['_STREAMEVENT']._serialized_start=2319
+  _globals['_STREAMEVENT']._serialized_end=2640
 # @@protoc_insertion_point(module_scope)
