@@ -138,5 +138,5 @@ class Grammars:
 
 
 def _refusal(field: str, error: Exception) -> InvalidRequestError:
-    message = _LOG_PREFIX.sub("", str(error))[:500]
+    message = _LOG_PREFIX.sub("", str(error)).strip()[:500]
     return InvalidRequestError(f"{field} can't be compiled: {message}", field=field)
