@@ -1,0 +1,269 @@
+"""From what a client sent to what the queue stores: everything is checked here, once."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from batond.daemon.engine.params import SamplingParams
+from batond.daemon.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    PermissionDeniedError,
+    RequestTooLargeError,
+)
+from batond.daemon.queue.records import JobSpec
+from batond.daemon.telemetry.logging import get_logger
+
+if TYPE_CHECKING:
+    from batond.daemon.front.identity import Tenant
+    from batond.daemon.front.text import Tokenizer
+    from batond.policies.classes import SlaClasses
+    from batond.v1 import types_pb2
+
+KNOWN_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+_JOB_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_OPTIONAL_SAMPLING: Final = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "json_schema",
+    "regex",
+    "grammar",
+)
+_MOST_LABELS: Final = 16
+_LONGEST_LABEL_KEY_CHARS: Final = 63
+_LONGEST_LABEL_VALUE_CHARS: Final = 256
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine enforces, as its Ready message said.
+
+    Attributes:
+        model: The served name.
+        max_query_tokens: Most prompt + max_tokens.
+        vocab_size: Token ids lie below.
+        default_max_tokens: Where a request names none.
+    """
+
+    model: str
+    max_query_tokens: int
+    vocab_size: int
+    default_max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedJob:
+    """A request that can be accepted.
+
+    Attributes:
+        spec: What to run.
+        sla_class: Effective class.
+        body_hash: SHA-256 (hex) of what the client sent, before anything was drawn for it.
+    """
+
+    spec: JobSpec
+    sla_class: str
+    body_hash: str
+
+
+def check_job_id(job_id: str) -> str:
+    """Return the client's id, or a new one if it gave none.
+
+    Raises:
+        InvalidRequestError: The id has other characters or another length than allowed.
+    """
+    if not job_id:
+        return uuid.uuid4().hex
+    if not _JOB_ID.fullmatch(job_id):
+        raise InvalidRequestError("job_id must be 1 to 128 of A-Z a-z 0-9 . _ : -", field="job_id")
+    return job_id
+
+
+class RequestReader:
+    """Checks specs and turns prompts into tokens. Works on a thread: tokenizing may take seconds.
+
+    Args:
+        tokenizer: The model's.
+        classes: All classes.
+        limits: The engine's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, classes: SlaClasses, limits: Limits) -> None:
+        self._tokenizer = tokenizer
+        self._classes = classes
+        self._limits = limits
+
+    def read(self, spec: types_pb2.JobSpec, tenant: Tenant) -> CheckedJob:
+        """Check everything about a job.
+
+        Raises:
+            NotFoundError: Another model.
+            PermissionDeniedError: A class the tenant may not use.
+            InvalidRequestError: Anything else; the details name the field.
+        """
+        if spec.model and spec.model != self._limits.model:
+            raise NotFoundError(
+                f"model {spec.model[:100]!r} is not served here; {self._limits.model} is",
+                reason="UNKNOWN_MODEL",
+                field="spec.model",
+                served=self._limits.model,
+            )
+        sla_class = self._class(spec.sla_class, tenant)
+        labels = _labels(spec)
+        # Cheap checks come before tokenizing.
+        sampling = _sampling(spec.sampling, self._limits.default_max_tokens)
+        prompt = self._prompt(spec, tenant)
+        job = JobSpec(
+            prompt_token_ids=prompt,
+            sampling=self._fit(sampling, len(prompt), given=spec.sampling.HasField("max_tokens")),
+            seed=spec.sampling.seed if spec.sampling.HasField("seed") else secrets.randbits(63),
+            labels=labels,
+            asked_class=spec.sla_class,
+        )
+        body = spec.SerializeToString(deterministic=True)
+        return CheckedJob(spec=job, sla_class=sla_class, body_hash=hashlib.sha256(body).hexdigest())
+
+    def _class(self, asked: str, tenant: Tenant) -> str:
+        if not asked:
+            return tenant.default_class
+        if asked not in self._classes:
+            known = ", ".join(self._classes.names)
+            raise InvalidRequestError(
+                f"unknown SLA class {asked[:100]!r}; known are {known}",
+                reason="UNKNOWN_CLASS",
+                field="spec.sla_class",
+                known=known,
+            )
+        if asked in tenant.classes:
+            return asked
+        _log.warning(
+            "class_not_allowed",
+            tenant=tenant.name,
+            asked=asked,
+            outcome="lowered" if tenant.lower_class else "refused",
+        )
+        if tenant.lower_class:
+            return tenant.default_class
+        allowed = ", ".join(name for name in self._classes.names if name in tenant.classes)
+        raise PermissionDeniedError(
+            f"tenant {tenant.name} may not use the class {asked}, only {allowed}",
+            reason="CLASS_NOT_ALLOWED",
+            allowed=allowed,
+        )
+
+    def _prompt(self, spec: types_pb2.JobSpec, tenant: Tenant) -> list[int]:
+        match spec.WhichOneof("input"):
+            case "text":
+                field = "spec.text.text"
+                _refuse(not spec.text.text, "the prompt is empty", field, "EMPTY_PROMPT")
+                prompt = self._tokenizer.encode_text(spec.text.text)
+            case "chat":
+                field = "spec.chat.messages"
+                prompt = self._tokenizer.encode_chat(_messages(spec.chat))
+            case "tokens":
+                field = "spec.tokens.token_ids"
+                prompt = list(spec.tokens.token_ids)
+                bad = next((id_ for id_ in prompt if id_ >= self._limits.vocab_size), None)
+                below = f"token ids must be below {self._limits.vocab_size}, the vocabulary's size"
+                _refuse(bad is not None, f"{below}, not {bad}", field, "BAD_TOKEN_ID")
+            case _:
+                raise InvalidRequestError(
+                    "one of text, chat and tokens must be set", field="spec.input", reason="EMPTY_PROMPT"
+                )
+        _refuse(not prompt, "the prompt has no tokens", field, "EMPTY_PROMPT")
+        longest = tenant.longest_prompt_tokens
+        if longest and len(prompt) > longest:
+            raise RequestTooLargeError(
+                f"the prompt has {len(prompt)} tokens; tenant {tenant.name} may send {longest}",
+                reason="PROMPT_TOO_LONG",
+                field=field,
+                limit=longest,
+                prompt_tokens=len(prompt),
+            )
+        return prompt
+
+    def _fit(self, sampling: SamplingParams, prompt_tokens: int, *, given: bool) -> SamplingParams:
+        """Hold prompt + output within the limit; a default gives way, a given number does not."""
+        limit = self._limits.max_query_tokens
+        room = limit - prompt_tokens
+        if not given and room >= 1:
+            return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        if sampling.max_tokens > room:
+            wanted = sampling.max_tokens if given else 1
+            raise RequestTooLargeError(
+                f"prompt ({prompt_tokens} tokens) + max_tokens ({wanted}) exceed the limit of {limit} tokens:"
+                " shorten one of them",
+                field="spec.sampling.max_tokens" if room >= 1 else "spec.input",
+                limit=limit,
+                prompt_tokens=prompt_tokens,
+                max_tokens=wanted,
+            )
+        return sampling
+
+
+def _refuse(wrong: bool, message: str, field: str, reason: str) -> None:  # noqa: FBT001 - reads as a sentence
+    if wrong:
+        raise InvalidRequestError(message, field=field, reason=reason)
+
+
+def _messages(chat: types_pb2.ChatInput) -> list[tuple[str, str]]:
+    _refuse(
+        not chat.messages, "a conversation needs at least one message", "spec.chat.messages", "EMPTY_PROMPT"
+    )
+    for i, message in enumerate(chat.messages):
+        place = f"spec.chat.messages[{i}]"
+        known = ", ".join(sorted(KNOWN_ROLES))
+        unknown = f"unknown role {message.role[:50]!r}; known are {known}"
+        _refuse(message.role not in KNOWN_ROLES, unknown, f"{place}.role", "BAD_CHAT")
+        _refuse(not message.content, "the content is empty", f"{place}.content", "BAD_CHAT")
+    return [(message.role, message.content) for message in chat.messages]
+
+
+def _sampling(given: types_pb2.SamplingParams, default_max_tokens: int) -> SamplingParams:
+    values: dict[str, Any] = {"max_tokens": default_max_tokens}
+    for name in _OPTIONAL_SAMPLING:
+        if given.HasField(name):
+            values[name] = getattr(given, name)
+    try:
+        return SamplingParams(
+            **values,
+            ignore_eos=given.ignore_eos,
+            logit_bias=dict(given.logit_bias),
+            stop_token_ids=tuple(given.stop_token_ids),
+            stop=tuple(given.stop),
+        )
+    except InvalidRequestError as error:
+        field = error.details.pop("field", "")
+        raise InvalidRequestError(
+            error.message,
+            reason="BAD_SAMPLING",
+            field=f"spec.sampling.{field}".rstrip("."),
+            **error.details,
+        ) from error
+
+
+def _labels(spec: types_pb2.JobSpec) -> dict[str, str]:
+    labels = dict(spec.labels)
+    _refuse(len(labels) > _MOST_LABELS, f"at most {_MOST_LABELS} labels", "spec.labels", "BAD_LABELS")
+    for key, value in labels.items():
+        good = 1 <= len(key) <= _LONGEST_LABEL_KEY_CHARS and len(value) <= _LONGEST_LABEL_VALUE_CHARS
+        keys = f"keys have 1 to {_LONGEST_LABEL_KEY_CHARS} characters"
+        values = f"values at most {_LONGEST_LABEL_VALUE_CHARS}"
+        _refuse(not good, f"label {key[:80]!r}: {keys}, {values}", "spec.labels", "BAD_LABELS")
+    return labels

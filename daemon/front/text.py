@@ -1,0 +1,89 @@
+"""Text to tokens, in the front. Tokens to text is the engine's, which owns stop strings.
+
+transformers' AutoTokenizer knows how each model wants its tokenizer set up and its chat template rendered,
+and reads GGUF files too. It imports torch where torch is installed, which costs the front memory but no work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from batond.daemon.errors import ConfigError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+class Tokenizer(Protocol):
+    """What the front needs. Called from several threads at once."""
+
+    def encode_text(self, text: str) -> list[int]:
+        """Tokens of a plain prompt, with whatever the model's tokenizer puts around one by default."""
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """Tokens of a conversation of (role, content), ready for the assistant's answer.
+
+        Raises:
+            InvalidRequestError: The model has no chat template, or its template refuses this conversation.
+        """
+
+
+class ModelTokenizer:
+    """A model's own tokenizer.
+
+    Args:
+        tokenizer: A fast Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # Encoding changes the Python wrapper's state ("Already borrowed"), but not the Rust object's.
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    def encode_text(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=True).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """See Tokenizer."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise InvalidRequestError(
+                "this model has no chat template: send the prompt as text or tokens",
+                reason="NO_CHAT_TEMPLATE",
+                field="spec.chat",
+            )
+        turns = [{"role": role, "content": content} for role, content in messages]
+        try:
+            rendered = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # A template is a program of the model's; whatever it raises, it refuses.
+            raise InvalidRequestError(
+                f"the model's chat template refuses this conversation: {error}",
+                reason="CHAT_REFUSED",
+                field="spec.chat.messages",
+            ) from error
+        ids: list[int] = self._backend.encode(rendered, add_special_tokens=False).ids
+        return ids
+
+
+def load_tokenizer(place: Path) -> ModelTokenizer:
+    """Load the tokenizer that lies beside, or in, a model's weights. Takes seconds.
+
+    Raises:
+        ConfigError: There is none, or none of the fast kind.
+    """
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and tests need none of it
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": place}
+    if place.is_file():
+        where = {"pretrained_model_name_or_path": place.parent, "gguf_file": place.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(f"can't load the tokenizer of {place}: {error}", path=place) from error
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ConfigError(f"{place}: only fast tokenizers can be served, not {type(tokenizer).__name__}")
+    return ModelTokenizer(tokenizer)
