@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from batond.clients.cli import app
 from batond.daemon.config import Settings
+from batond.daemon.front.server import LIVENESS, READINESS, SATURATION
 from batond.daemon.telemetry.metrics import Metrics
 from batond.daemon.wire.messages import QueryState, Snapshot
 
@@ -148,6 +149,14 @@ def test_environment_variables_name_keys(all_text: str) -> None:
     named = re.findall(r"\bBATOND_([A-Z]+)__([A-Z_]+)", all_text)
     assert named
     assert all(key.lower() in known[section.lower()] for section, key in named)
+
+
+def test_health_services_are_the_ones_served(root: Path) -> None:
+    text = (root / "docs" / "operations.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| service \| .*?\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    assert table
+    named = re.findall(r"^\| `(\w+)` \|", table[0], flags=re.MULTILINE)
+    assert sorted(named) == sorted([LIVENESS, READINESS, SATURATION])
 
 
 # -- commands and scripts ----------------------------------------------------------------------------------
