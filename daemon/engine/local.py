@@ -10,6 +10,7 @@ import itertools
 import secrets
 import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batond.daemon.engine.build import choose_batch, probe_layout
@@ -371,9 +372,7 @@ class LocalEngine:
         first = prefill.done_tokens
         token_ids = query.to_cache_token_ids[first : first + count]
         if query.lacks_given_logprobs:
-            for place, behind in prefill.run_each(token_ids):
-                self._sampler.record_given(query, place, behind)
-                logits = behind[-1]
+            logits = prefill.run_noting(token_ids, partial(self._sampler.record_given, query))
         else:
             logits = prefill.run(token_ids)
         self._count_prefill(query, first, count)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from batond.daemon.engine.batch import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -54,17 +54,24 @@ class Prefill:
         """
         return self._batch.step({0: token_ids})[0]
 
-    def run_each(self, token_ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Compute the next chunk and show the logits behind each of its tokens.
+    def run_noting(self, token_ids: Sequence[int], note: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+        """Compute the next chunk in parts and show the logits behind each of its tokens.
 
-        Yields:
-            Index of a first token, and float32 logits behind it and those that follow, shape
-            [tokens, vocabulary].
+        Args:
+            token_ids: As in `run`.
+            note: Called with the index of a part's first token and the part's float32 logits, shape
+                [tokens, vocabulary].
+
+        Returns:
+            As `run`.
         """
-        for start in range(0, len(token_ids), _LOGITS_TOKENS):
+        while True:
             first = self.done_tokens
-            part = token_ids[start : start + _LOGITS_TOKENS]
-            yield first, self._batch.step({0: part}, all_positions=True)[0]
+            behind = self._batch.step({0: token_ids[:_LOGITS_TOKENS]}, all_positions=True)[0]
+            note(first, behind)
+            token_ids = token_ids[_LOGITS_TOKENS:]
+            if not token_ids:
+                return behind[-1]
 
     def slice(self) -> KVSlice:
         """The KV of all tokens computed so far."""
