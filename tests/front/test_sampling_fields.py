@@ -1,0 +1,73 @@
+"""Every sampling field of the contract reaches the engine's parameters, and bad ones are named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batond.daemon.engine.params import SamplingParams
+from batond.daemon.errors import InvalidRequestError
+from batond.daemon.front.requests import _sampling
+from batond.v1 import types_pb2
+
+GIVEN: dict[str, Any] = {
+    "max_tokens": 9,
+    "temperature": 0.5,
+    "top_k": 4,
+    "top_p": 0.75,
+    "min_p": 0.25,
+    "repetition_penalty": 1.25,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {3: 1.5, 70_000: -2.0},
+    "min_tokens": 2,
+    "ignore_eos": True,
+    "stop_token_ids": (7,),
+    "stop": ("x",),
+    "json_schema": "{}",
+    "regex": "a+",
+    "grammar": 'root ::= "a"',
+}
+
+
+@pytest.mark.parametrize("field", GIVEN)
+def test_a_field_reaches_the_parameters(field: str) -> None:
+    value = GIVEN[field]
+    given = types_pb2.SamplingParams(**{field: value})
+    expected = {"max_tokens": 256, field: value}
+    assert _sampling(given, 256) == SamplingParams(**expected)
+
+
+def test_every_field_of_the_contract_is_covered() -> None:
+    fields = {field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields}
+    assert fields - {"seed"} <= set(GIVEN), "a new field needs a line above; the seed belongs to the job"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", 2.5),
+        ("logit_bias", {1: 101.0}),
+        ("min_tokens", 1 << 40),
+        ("min_tokens", -1),
+        ("json_schema", "[]"),
+        ("regex", ""),
+        ("grammar", "x" * 65_537),
+    ],
+    ids=str,
+)
+def test_a_bad_value_is_refused_by_its_place(field: str, value: Any) -> None:
+    """Q1."""
+    with pytest.raises(InvalidRequestError) as caught:
+        _sampling(types_pb2.SamplingParams(**{field: value}), 256)
+    assert caught.value.details["field"] == f"spec.sampling.{field}"
+    assert caught.value.reason == "BAD_SAMPLING"
+
+
+def test_two_structures_at_once_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="only one of json_schema and regex"):
+        _sampling(types_pb2.SamplingParams(json_schema="{}", regex="a"), 256)
