@@ -114,6 +114,7 @@ def test_an_end_without_a_final_event_is_a_break(daemon: Any, client: Any) -> No
     daemon.ended.set()  # The first stream ends cleanly before the job does.
     stream = client.generate("x")
     events = [next(stream) for _ in range(EVENTS - 1)]
+    assert daemon.waiting.wait(20)
     daemon.endless = False
     events += list(stream)
     assert isinstance(events[-1], Finished)
