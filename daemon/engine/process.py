@@ -40,7 +40,7 @@ from batond.daemon.wire.messages import (
     Usage,
 )
 from batond.daemon.wire.settings import EngineSettings
-from batond.policies.classes import SlaClass, SlaClasses
+from batond.policies.classes import SlaClasses
 
 if TYPE_CHECKING:
     from batond.daemon.engine.query import Query
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 0.5  # The front's watchdog wants to hear from the engine at least once a second.
 SNAPSHOT_EVERY_S = 0.05
 LOADING_NOTE_EVERY_S = 2.0
-_NO_TARGET_S = 86_400.0
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +195,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         chunk_tokens=settings.chunk_tokens or None,
         ready_limit=settings.ready_limit,
         max_query_tokens=settings.max_query_tokens or None,
-        classes=_classes(settings),
+        classes=SlaClasses(settings.classes),
         limits=PlannerLimits(quantum_tokens=settings.quantum_tokens, max_parks=settings.max_parks),
     )
 
@@ -263,23 +262,6 @@ def _ready(engine: LocalEngine, settings: EngineSettings, *, load_s: float) -> R
         host_pool_bytes=engine.residency.store.pool.capacity_bytes,
         policy=engine.planner.policy.name,
         load_s=load_s,
-    )
-
-
-def _classes(settings: EngineSettings) -> SlaClasses:
-    if not settings.classes:
-        return SlaClasses()
-    return SlaClasses(
-        SlaClass(
-            name=one.name,
-            order=one.order,
-            preemptible=one.preemptible,
-            ttft_target_s=one.ttft_target_s or _NO_TARGET_S,
-            tpot_target_s=one.tpot_target_s or _NO_TARGET_S,
-            longest_queue_s=one.longest_queue_s or None,
-            share=one.share,
-        )
-        for one in settings.classes
     )
 
 

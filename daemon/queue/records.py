@@ -47,6 +47,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         seed: Resolved at submit, so that a continuation draws as the first run would have.
         prompt_text: The rendered prompt, for display; empty if tokens were given.
         labels: The tenant's own annotations.
+        asked_class: The class the client named; empty if it named none.
     """
 
     prompt_token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
@@ -54,6 +55,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     prompt_text: str = ""
     labels: dict[str, str] = {}
+    asked_class: str = ""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):

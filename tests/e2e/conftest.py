@@ -27,6 +27,12 @@ TEMPLATE = (
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Tiny tensors gain nothing from threads, and the daemon wants the other core."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama and a byte tokenizer, saved as Hugging Face folders are."""
@@ -80,7 +86,7 @@ def solo(model_folder: Path) -> Callable[[list[int], int], list[int]]:
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def start_daemon(model_folder: Path) -> Iterator[Callable[..., LocalDaemon]]:
     """Starts daemons; what still runs at the end is stopped."""
     started: list[LocalDaemon] = []
@@ -101,9 +107,9 @@ def start_daemon(model_folder: Path) -> Iterator[Callable[..., LocalDaemon]]:
             daemon.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def daemon(start_daemon: Callable[..., LocalDaemon]) -> LocalDaemon:
-    """A ready daemon of two rows."""
+    """A ready daemon of two rows; a module's tests share it, since its start takes seconds."""
     one = start_daemon()
     one.wait_ready()
     return one

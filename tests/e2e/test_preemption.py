@@ -31,8 +31,8 @@ def test_an_urgent_job_gets_in_and_nobody_loses_a_token(
     """S1, R2: all rows hold long low jobs; exactly one is parked, all finish with their solo tokens."""
     with daemon.client("red") as red, daemon.client("blue") as blue:
         low = [
-            red.submit(token_ids=prompt(9), max_tokens=600, **LOW),
-            blue.submit(token_ids=prompt(14, 11), max_tokens=600, **LOW),
+            red.submit(token_ids=prompt(9), max_tokens=300, **LOW),
+            blue.submit(token_ids=prompt(14, 11), max_tokens=300, **LOW),
         ]
         for client, job in zip((red, blue), low, strict=True):
             after_tokens(client.watch(job.job_id), 40)
@@ -45,8 +45,8 @@ def test_an_urgent_job_gets_in_and_nobody_loses_a_token(
     assert JobState.SUCCEEDED not in still, "the urgent job must not have waited for a row"
     assert sorted(job.preemptions for job in done) == [0, 1]
     assert [job.recomputed_tokens for job in done] == [0, 0]
-    assert list(done[0].output_token_ids) == solo(prompt(9), 600)
-    assert list(done[1].output_token_ids) == solo(prompt(14, 11), 600)
+    assert list(done[0].output_token_ids) == solo(prompt(9), 300)
+    assert list(done[1].output_token_ids) == solo(prompt(14, 11), 300)
 
 
 def test_a_stream_with_parks_joins_to_the_unary_result(
@@ -55,7 +55,7 @@ def test_a_stream_with_parks_joins_to_the_unary_result(
     """R7: chunks carry their first token index; text and tokens join to what GetJob says."""
     events = []
     with daemon.client("red") as red, daemon.operator() as operator:
-        job = red.submit(token_ids=prompt(12), max_tokens=900, **LOW)
+        job = red.submit(token_ids=prompt(12), max_tokens=400, **LOW)
         with red.watch(job.job_id) as stream:
             for event in stream:
                 events.append(event)
@@ -70,7 +70,7 @@ def test_a_stream_with_parks_joins_to_the_unary_result(
         next_index += len(chunk.token_ids)
     assert [token for chunk in chunks for token in chunk.token_ids] == list(whole.output_token_ids)
     assert "".join(chunk.text for chunk in chunks) == whole.text
-    assert list(whole.output_token_ids) == solo(prompt(12), 900)
+    assert list(whole.output_token_ids) == solo(prompt(12), 400)
     assert whole.preemptions == 2
     assert sum(isinstance(event, Preempted) for event in events) == 2
     assert sum(isinstance(event, Resumed) for event in events) == 2
@@ -80,7 +80,7 @@ def test_a_job_held_by_hand_waits_for_its_resume(
     daemon: LocalDaemon, solo: Solo, after_tokens: AfterTokens
 ) -> None:
     with daemon.client("red") as red, daemon.operator() as operator:
-        job = red.submit(token_ids=prompt(12), max_tokens=700, **LOW)
+        job = red.submit(token_ids=prompt(12), max_tokens=300, **LOW)
         with red.watch(job.job_id) as stream:
             after_tokens(stream, 20)
             operator.park(job.job_id, tenant="red")
@@ -89,4 +89,4 @@ def test_a_job_held_by_hand_waits_for_its_resume(
             assert red.get(job.job_id).state is JobState.PARKED
             operator.resume(job.job_id, tenant="red")
             assert stream.last_job().state is JobState.SUCCEEDED
-        assert list(red.get(job.job_id).output_token_ids) == solo(prompt(12), 700)
+        assert list(red.get(job.job_id).output_token_ids) == solo(prompt(12), 300)

@@ -1,0 +1,132 @@
+"""Commands of `batond`: serve, check-config, hash-token."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from batond.daemon.config_load import engine_settings, load_settings, parse_assignments, redacted
+from batond.daemon.errors import BatondError, ConfigError
+from batond.daemon.telemetry.logging import configure_logging
+from batond.policies.registry import load_policy
+
+EXIT_CONFIG = 2
+TOKEN_BYTES = 32
+
+app = typer.Typer(
+    name="batond",
+    help="A preemptive multi-tenant scheduling daemon for LLM inference.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="TOML file; else BATOND_CONFIG, else /etc/batond/batond.toml."),
+]
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", help="Any key, such as engine.rows=4; may be repeated.")
+]
+
+
+def _version(value: bool) -> None:  # noqa: FBT001 - typer's callback
+    if value:
+        typer.echo(f"batond {metadata.version('batond')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,  # noqa: FBT002 - typer wants a default
+) -> None:
+    """A preemptive multi-tenant scheduling daemon for LLM inference."""
+
+
+@app.command()
+def serve(  # noqa: PLR0917 - typer passes by name
+    config: Config = None,
+    model: Annotated[str, typer.Option(help="Local folder, .gguf file, or smollm2.")] = "",
+    rows: Annotated[int | None, typer.Option(help="Rows of the batch.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "",
+    listen: Annotated[
+        list[str] | None, typer.Option(help="host:port or unix:/path; may be repeated.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Scheduling policy.")] = "",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "",
+    assign: Assignments = None,
+) -> None:
+    """Serve a model until SIGTERM, which drains; a second one ends at once.
+
+    Flags go before the environment (BATOND_SECTION__KEY), which goes before the file.
+    """
+    flags = parse_assignments(assign or [])
+    for section, key, value in (
+        ("model", "path", model or None),
+        ("model", "device", device or None),
+        ("engine", "rows", rows),
+        ("engine", "policy", policy or None),
+        ("server", "listen", listen or None),
+        ("log", "level", log_level or None),
+    ):
+        if value is not None:
+            flags.setdefault(section, {})[key] = value
+    settings = load_settings(config, flags)
+    configure_logging(settings.log.level, settings.log.format)
+    from batond.daemon.front.app import serve as serve_forever  # noqa: PLC0415 - takes a second
+
+    asyncio.run(serve_forever(settings))
+
+
+@app.command("check-config")
+def check_config(config: Config = None, assign: Assignments = None) -> None:
+    """Check the configuration and show it as resolved, secrets left out."""
+    settings = load_settings(config, parse_assignments(assign or []))
+    engine_settings(settings)  # Finds the weights.
+    load_policy(settings.engine.policy)
+    typer.echo(json.dumps(redacted(settings), indent=2, default=str))
+
+
+@app.command("hash-token")
+def hash_token() -> None:
+    """Hash a token read from standard input; on a terminal, make a new one and show it once."""
+    token = "" if sys.stdin.isatty() else sys.stdin.readline().strip()
+    if not token:
+        token = secrets.token_urlsafe(TOKEN_BYTES)
+        typer.echo(f"token         {token}   (shown once: give it to the tenant)")
+    typer.echo(f"token_sha256  {hashlib.sha256(token.encode()).hexdigest()}")
+
+
+def run() -> int:
+    """Run the command line; an error of ours is one line on standard error."""
+    try:
+        result: Any = app(standalone_mode=False)
+    except typer.Exit as end:
+        return int(end.exit_code)
+    except (BatondError, ExceptionGroup) as error:
+        return _fail(error)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # click's own: a wrong flag.
+            sys.stderr.write(f"batond: {error.format_message()}\n")
+            return EXIT_CONFIG
+        raise
+    return result if isinstance(result, int) else 0
+
+
+def _fail(error: BaseException) -> int:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    if not isinstance(error, BatondError):
+        raise error
+    sys.stderr.write(f"batond: {error.message}\n")
+    return EXIT_CONFIG if isinstance(error, ConfigError) else 1

@@ -1,0 +1,320 @@
+"""The front process, from its first line of log to its exit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import uuid
+from typing import TYPE_CHECKING
+
+from grpc_health.v1 import health
+
+from batond.daemon.config import split_address
+from batond.daemon.config_load import engine_settings, redacted, resolve_model_path
+from batond.daemon.front.admin import AdminServicer
+from batond.daemon.front.calls import Calls
+from batond.daemon.front.dispatcher import Dispatcher
+from batond.daemon.front.engine_link import EngineLink
+from batond.daemon.front.follow import Follower
+from batond.daemon.front.hub import Hub
+from batond.daemon.front.identity import Identities
+from batond.daemon.front.jobs import JobServicer
+from batond.daemon.front.requests import Limits, RequestReader
+from batond.daemon.front.server import build_server, keep_health
+from batond.daemon.front.state import DaemonState
+from batond.daemon.front.text import load_tokenizer
+from batond.daemon.queue import EmbeddedRedis, JobStore, LeaseKeeper, check_server, open_async, open_sync
+from batond.daemon.telemetry.logging import get_logger
+from batond.daemon.telemetry.metrics import Metrics
+from batond.daemon.telemetry.systemd import Notifier
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+    from typing import Any
+
+    import redis.asyncio
+
+    from batond.daemon.config import Settings
+    from batond.daemon.front.text import Tokenizer
+    from batond.daemon.wire.messages import Ready, StepEvents
+
+EXTEND_START_S = 30.0
+WATCHDOG_EVERY_S = 0.5
+CLOSE_STREAMS_S = 1.0
+
+_log = get_logger(__name__)
+
+
+class EngineListener:
+    """Hears the engine before there is a dispatcher, and passes everything on once there is one."""
+
+    def __init__(self, notifier: Notifier) -> None:
+        self._notifier = notifier
+        self.dispatcher: Dispatcher | None = None
+        self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+
+    def engine_loading(self, note: str) -> None:
+        """See EngineHandler."""
+        self._notifier.loading(note, EXTEND_START_S)
+        _log.info("engine_loading", note=note)
+
+    def engine_up(self, ready: Ready) -> None:
+        """See EngineHandler."""
+        _log.info("engine_up", batch=ready.batch_kind, rows=ready.rows, load_s=round(ready.load_s, 1))
+        if not self.first_ready.done():
+            self.first_ready.set_result(ready)
+        if self.dispatcher is not None:
+            self.dispatcher.engine_up(ready)
+
+    async def engine_step(self, step: StepEvents) -> None:
+        """See EngineHandler."""
+        if self.dispatcher is not None:
+            await self.dispatcher.engine_step(step)
+
+    def engine_down(self) -> None:
+        """See EngineHandler."""
+        if self.dispatcher is not None:
+            self.dispatcher.engine_down()
+
+
+async def serve(settings: Settings) -> None:
+    """Run the daemon until it is told to stop.
+
+    Raises:
+        BatondError: It can't start as configured, or can't go on.
+    """
+    _log.info("configuration", **redacted(settings))
+    stop = _on_signals()
+    notifier = Notifier()
+    async with contextlib.AsyncExitStack() as stack:
+        # The engine comes first: it takes longest, and no process is started once gRPC has threads.
+        listener = EngineListener(notifier)
+        link = EngineLink(engine_settings(settings), backoff_s=settings.service.engine_backoff_s)
+        engine = asyncio.create_task(link.run(listener), name="engine")
+        stack.push_async_callback(_end_engine, link, engine)
+        notifier.loading("starting", EXTEND_START_S)
+        url = await stack.enter_async_context(_redis_url(settings))
+        client = open_async(url)
+        stack.push_async_callback(client.aclose)
+        _log.info("redis", server=await check_server(client))
+        tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model_path(settings.model.path))
+        ready = await _unless(stop, engine, listener.first_ready)
+        if ready is not None:
+            front = _Front(
+                settings,
+                link=link,
+                listener=listener,
+                client=client,
+                url=url,
+                ready=ready,
+                tokenizer=tokenizer,
+            )
+            await front.run(stop, engine, notifier)
+        notifier.stopping("stopped")
+    _log.info("stopped")
+
+
+class _Front:
+    """Everything between a loaded engine and the end of the drain."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        link: EngineLink,
+        listener: EngineListener,
+        client: redis.asyncio.Redis,
+        url: str,
+        ready: Ready,
+        tokenizer: Tokenizer,
+    ) -> None:
+        classes, queue = settings.sla_classes, settings.queue
+        identities = Identities(settings.tenants, classes)
+        self._settings = settings
+        self._metrics = Metrics(identities.names)
+        owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
+        store = JobStore(
+            client, ready.model, classes.names, max_queued=queue.max_queued, max_attempts=queue.max_attempts
+        )
+        hub, loop = Hub(), asyncio.get_running_loop()
+        lease_ms = int(queue.lease_s * 1000)
+        self._keeper = LeaseKeeper(
+            open_sync(url, timeout_s=queue.lease_s / 4),
+            store.keys,
+            owner,
+            lease_ms=lease_ms,
+            on_lost=_into(loop, self._lost),
+            on_cancel=_into(loop, self._cancel),
+        )
+        self._dispatcher = Dispatcher(
+            store=store,
+            keeper=self._keeper,
+            hub=hub,
+            link=link,
+            classes=classes,
+            metrics=self._metrics,
+            owner=owner,
+            lease_s=queue.lease_s,
+            claim_ahead=queue.claim_ahead,
+            max_attempts=queue.max_attempts,
+        )
+        self._state = DaemonState(
+            link,
+            self._dispatcher,
+            ready,
+            frozen_after_s=settings.service.frozen_after_s,
+            max_queued=queue.max_queued,
+        )
+        limits = Limits(
+            model=ready.model,
+            max_query_tokens=ready.max_query_tokens,
+            vocab_size=ready.vocab_size,
+            default_max_tokens=settings.model.default_max_tokens,
+        )
+        calls = Calls(identities, self._metrics)
+        self._jobs = JobServicer(
+            calls=calls,
+            store=store,
+            follower=Follower(store, hub, stopping=lambda: self._dispatcher.draining),
+            hub=hub,
+            dispatcher=self._dispatcher,
+            reader=RequestReader(tokenizer, classes, limits),
+            metrics=self._metrics,
+            result_ttl_s=queue.result_ttl_s,
+        )
+        self._admin = AdminServicer(
+            calls=calls,
+            state=self._state,
+            dispatcher=self._dispatcher,
+            store=store,
+            classes=classes,
+            max_message_bytes=settings.server.max_message_bytes,
+        )
+        listener.dispatcher = self._dispatcher
+        self._metrics.engine_up.set(1)
+
+    async def run(self, stop: asyncio.Event, engine: asyncio.Task[None], notifier: Notifier) -> None:
+        """Serve until told to stop, then drain."""
+        health_servicer = health.aio.HealthServicer()
+        server = build_server(self._settings, self._jobs, self._admin, health_servicer)
+        self._keeper.start()
+        work = [
+            asyncio.create_task(task, name=name)
+            for name, task in (
+                ("dispatcher", self._dispatcher.run()),
+                ("health", keep_health(health_servicer, self._state)),
+                ("watchdog", self._watchdog(notifier)),
+            )
+        ]
+        try:
+            await server.start()
+            self._serve_metrics()
+            notifier.ready(f"serving {self._state.ready.model}")
+            _log.info("serving", listen=list(self._settings.server.listen))
+            await _first_of(stop.wait(), self._state.stop_requested.wait(), engine, *work)
+            notifier.stopping("draining")
+            asked_s = self._state.drain_timeout_s
+            await self._dispatcher.drain(
+                self._settings.service.drain_timeout_s if asked_s is None else asked_s
+            )
+        finally:
+            await server.stop(CLOSE_STREAMS_S)
+            await self._jobs.finish_tidying()
+            for task in work:
+                task.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+            await asyncio.to_thread(self._keeper.stop)
+            self._metrics.close()
+
+    # The keeper is made before the dispatcher, so it is given these.
+
+    def _lost(self, tenant: str, job_id: str, epoch: int) -> None:
+        self._dispatcher.lost(tenant, job_id, epoch)
+
+    def _cancel(self, tenant: str, job_id: str) -> None:
+        self._dispatcher.cancel(tenant, job_id)
+
+    async def _watchdog(self, notifier: Notifier) -> None:
+        """Ping systemd as long as the engine is heard."""
+        while True:
+            if self._state.live:
+                notifier.alive()
+            await asyncio.sleep(WATCHDOG_EVERY_S)
+
+    def _serve_metrics(self) -> None:
+        listen = self._settings.server.metrics_listen
+        if listen:
+            host, port = split_address(listen)
+            _log.info("metrics", port=self._metrics.serve(host, port))
+
+
+def _into(loop: asyncio.AbstractEventLoop, call: Callable[..., None]) -> Callable[..., None]:
+    """The same call, made on the loop by whatever thread calls it."""
+
+    def hand_over(*arguments: object) -> None:
+        loop.call_soon_threadsafe(call, *arguments)
+
+    return hand_over
+
+
+@contextlib.asynccontextmanager
+async def _redis_url(settings: Settings) -> AsyncIterator[str]:
+    """The configured server, or a private one that lives as long as the daemon."""
+    configured = settings.queue.url.get_secret_value()
+    if configured:
+        yield configured
+        return
+    embedded = EmbeddedRedis(settings.queue.state_dir)
+    await asyncio.to_thread(embedded.start)
+    try:
+        yield embedded.url
+    finally:
+        await asyncio.to_thread(embedded.stop)
+
+
+async def _end_engine(link: EngineLink, engine: asyncio.Task[None]) -> None:
+    await link.stop()
+    engine.cancel()
+    await asyncio.gather(engine, return_exceptions=True)
+
+
+async def _unless(
+    stop: asyncio.Event, engine: asyncio.Task[None], wanted: asyncio.Future[Ready]
+) -> Ready | None:
+    """Wait for the engine; None if the daemon is told to stop before.
+
+    Raises:
+        BatondError: What the engine said when it failed.
+    """
+    await _first_of(stop.wait(), engine, wanted)
+    return wanted.result() if wanted.done() else None
+
+
+async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Wait for whatever ends first, and raise what it raised."""
+    own = [asyncio.ensure_future(wait) for wait in waits]
+    done, _ = await asyncio.wait(own, return_when=asyncio.FIRST_COMPLETED)
+    for wait, task in zip(waits, own, strict=True):
+        if task is not wait:
+            task.cancel()  # Ours; tasks that were given are the caller's.
+    for task in done:
+        task.result()
+
+
+def _on_signals() -> asyncio.Event:
+    """SIGTERM and SIGINT ask for a drain; the second one ends at once."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def ask() -> None:
+        if stop.is_set():
+            _log.warning("forced")
+            os._exit(1)  # The engine sees its socket close; leases run out, nothing is lost.
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask)
+    return stop

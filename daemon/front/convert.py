@@ -1,0 +1,191 @@
+"""From the queue's records to the contract's messages."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+from google.protobuf import duration_pb2, timestamp_pb2
+
+from batond.daemon.front.follow import InLine
+from batond.daemon.front.hub import CameBack, GotRow, LostRow
+from batond.daemon.front.status import code_of_reason
+from batond.daemon.queue import Chunk, JobState
+from batond.daemon.queue.keys import split_ref
+from batond.daemon.wire.messages import QueryState
+from batond.v1 import admin_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from batond.daemon.front.follow import FollowEvent
+    from batond.daemon.queue import JobRecord
+    from batond.daemon.wire.messages import Snapshot
+
+STATES: Final[dict[JobState, types_pb2.JobState]] = {
+    JobState.QUEUED: types_pb2.JOB_STATE_QUEUED,
+    JobState.CLAIMED: types_pb2.JOB_STATE_RUNNING,
+    JobState.RUNNING: types_pb2.JOB_STATE_RUNNING,
+    JobState.PARKED: types_pb2.JOB_STATE_PARKED,
+    JobState.SUCCEEDED: types_pb2.JOB_STATE_SUCCEEDED,
+    JobState.CANCELLED: types_pb2.JOB_STATE_CANCELLED,
+    JobState.FAILED: types_pb2.JOB_STATE_FAILED,
+    JobState.DEAD: types_pb2.JOB_STATE_FAILED,
+}
+#: The queue's states that clients see as one.
+STORED_STATES: Final[dict[int, tuple[JobState, ...]]] = {
+    int(shown): tuple(stored for stored, seen in STATES.items() if seen == shown) for shown in STATES.values()
+}
+_FINISH_REASONS: Final[dict[str, types_pb2.FinishReason]] = {
+    "length": types_pb2.FINISH_REASON_LENGTH,
+    "stop": types_pb2.FINISH_REASON_STOP,
+    "cancelled": types_pb2.FINISH_REASON_CANCELLED,
+    "error": types_pb2.FINISH_REASON_ERROR,
+}
+_QUERY_STATES: Final[dict[QueryState, admin_pb2.QueryState]] = {
+    QueryState.WAITING: admin_pb2.QUERY_STATE_WAITING,
+    QueryState.PREFILLING: admin_pb2.QUERY_STATE_PREFILLING,
+    QueryState.READY: admin_pb2.QUERY_STATE_READY,
+    QueryState.RUNNING: admin_pb2.QUERY_STATE_RUNNING,
+    QueryState.PARKED: admin_pb2.QUERY_STATE_PARKED,
+}
+
+
+def timestamp(ms: float) -> timestamp_pb2.Timestamp:
+    """Milliseconds since 1970."""
+    stamp = timestamp_pb2.Timestamp()
+    stamp.FromNanoseconds(int(ms * 1e6))
+    return stamp
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds."""
+    span = duration_pb2.Duration()
+    span.FromNanoseconds(int(seconds * 1e9))
+    return span
+
+
+def queue_time_s(record: JobRecord) -> float:
+    """From being accepted to the first row, or until now."""
+    end_ms = record.started_ms or record.finished_ms or time.time() * 1000
+    return max(end_ms - record.created_ms, 0) / 1000
+
+
+def job(
+    record: JobRecord,
+    chunks: Sequence[Chunk] = (),
+    *,
+    position: int | None = None,
+    labels: Mapping[str, str] | None = None,
+    asked_class: str = "",
+) -> types_pb2.Job:
+    """Describe a job.
+
+    Args:
+        record: Its record.
+        chunks: Its output, if it shall be included.
+        position: How many jobs are before it in the queue, if it waits and that is known.
+        labels: As submitted.
+        asked_class: The class the client named.
+    """
+    shown = types_pb2.Job(
+        job_id=record.job_id,
+        tenant=record.tenant,
+        model=record.model,
+        state=STATES[record.state],
+        sla_class=asked_class,
+        effective_sla_class=record.sla_class,
+        queue_time=duration(queue_time_s(record)),
+        queue_position=0 if position is None else position + 1,
+        preemptions=record.preemptions,
+        recomputed_tokens=record.recomputed_tokens,
+        prompt_tokens=record.prompt_tokens,
+        output_tokens=record.output_tokens,
+        finish_reason=_FINISH_REASONS.get(record.finish_reason, types_pb2.FINISH_REASON_UNSPECIFIED),
+        attempts=record.epoch,
+        labels=labels,
+    )
+    shown.created_time.CopyFrom(timestamp(record.created_ms))
+    if record.started_ms:
+        shown.started_time.CopyFrom(timestamp(record.started_ms))
+    if record.finished_ms:
+        shown.finished_time.CopyFrom(timestamp(record.finished_ms))
+    for chunk in chunks:
+        shown.output_token_ids.extend(chunk.token_ids)
+    shown.text = "".join(chunk.text for chunk in chunks)
+    if shown.state == types_pb2.JOB_STATE_FAILED:
+        shown.finish_reason = types_pb2.FINISH_REASON_ERROR
+        shown.error.code = code_of_reason(record.error_reason)
+        shown.error.reason = record.error_reason
+        shown.error.message = record.error_message
+    return shown
+
+
+def stream_event(event: FollowEvent, sequence: int, ended: types_pb2.Job | None) -> types_pb2.StreamEvent:
+    """Describe what happened to a job.
+
+    Args:
+        event: What happened.
+        sequence: Number of the event in its stream.
+        ended: The whole job, if the event is its end.
+    """
+    shown = types_pb2.StreamEvent(sequence=sequence)
+    shown.time.GetCurrentTime()
+    match event:
+        case Chunk():
+            shown.chunk.first_token_index = event.first_index
+            shown.chunk.token_ids.extend(event.token_ids)
+            shown.chunk.text = event.text
+        case InLine():
+            shown.queued.job_id = event.record.job_id
+            shown.queued.position = 0 if event.position is None else event.position + 1
+            shown.queued.effective_sla_class = event.record.sla_class
+        case GotRow():
+            shown.started.SetInParent()
+        case LostRow():
+            shown.preempted.reason, shown.preempted.kept = event.cause, event.kept
+        case CameBack():
+            shown.resumed.SetInParent()
+        case _:
+            shown.finished.job.CopyFrom(ended or job(event.record))
+    return shown
+
+
+def snapshot(shot: Snapshot, queued_jobs: int) -> admin_pb2.BatchSnapshot:
+    """Describe the batch.
+
+    Args:
+        shot: The engine's snapshot; its query ids are the references of jobs.
+        queued_jobs: Jobs that no engine has taken.
+    """
+    batch = admin_pb2.BatchSnapshot(
+        step=shot.step,
+        columns=shot.columns,
+        host_pool_used_bytes=shot.host_pool_used_bytes,
+        host_pool_bytes=shot.host_pool_bytes,
+        queued_jobs=queued_jobs,
+        counters=shot.counters,
+    )
+    batch.time.GetCurrentTime()
+    for row in shot.rows:
+        entry = batch.rows.add(row=row.row)
+        if row.query_id:
+            entry.job_id = split_ref(row.query_id)[1]
+            entry.tenant, entry.sla_class = row.tenant, row.sla_class
+            entry.cached_tokens, entry.output_tokens = row.tokens, row.output_tokens
+    for query in shot.queries:
+        if query.state not in _QUERY_STATES:
+            continue  # It has just ended.
+        batch.queries.add(
+            job_id=split_ref(query.query_id)[1],
+            tenant=query.tenant,
+            sla_class=query.sla_class,
+            state=_QUERY_STATES[query.state],
+            prompt_tokens=query.prompt_tokens,
+            prefilled_tokens=query.prefilled_tokens,
+            output_tokens=query.output_tokens,
+            parks=query.parks,
+            parked_bytes=query.parked_bytes,
+            held=query.held,
+        )
+    return batch

@@ -1,0 +1,407 @@
+"""The heart of the front: jobs from Redis to the engine, and what came of them back and to watchers.
+
+    claim loop      Redis ──claim──> hold lease, open in the hub ──Submit──> engine
+    engine events   engine ──StepEvents──> one commit per step ──> commit queue
+    committer       commit queue ──commit_step──> Redis, then hub; retried while Redis is away
+    notices         Redis ──wake, cancel──> claim loop, engine
+    reaper          expired leases and results, figures for metrics
+
+Every task runs on one asyncio loop; `_held` is the only state they share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from batond.daemon.errors import NotFoundError, StateError, UnavailableError
+from batond.daemon.front.held import HeldJob, JobStep
+from batond.daemon.queue import NoticeKind, Why
+from batond.daemon.queue.keys import job_ref
+from batond.daemon.telemetry.logging import get_logger
+from batond.daemon.wire.messages import Cancel, CommandResult, HandBack, Park, Preempted, Resume, StepEvents
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batond.daemon.front.engine_link import EngineLink
+    from batond.daemon.front.hub import Hub
+    from batond.daemon.queue import ClaimedJob, CommitResult, Counts, JobStore, LeaseKeeper, StepCommit
+    from batond.daemon.telemetry.metrics import Metrics
+    from batond.daemon.wire.messages import Command, QueryEvent, Ready, Snapshot
+    from batond.policies.classes import SlaClasses
+
+IDLE_CLAIM_S = 1.0  # A lost wake-up costs no more than this.
+REAP_EVERY_S = 1.0
+RETRY_REDIS_S = 0.25
+#: Steps kept while Redis is away; beyond, the engine waits.
+MOST_UNSAVED_STEPS = 4096
+COMMAND_TIMEOUT_S = 30.0
+
+_log = get_logger(__name__)
+
+
+class Dispatcher:
+    """Moves jobs; see the module's docstring.
+
+    Args:
+        store: The queue.
+        keeper: Renews the leases.
+        hub: Where watchers look.
+        link: The engine.
+        classes: SLA classes.
+        metrics: Figures.
+        owner: This run of this daemon.
+        lease_s: Of claims.
+        claim_ahead: Jobs of a class claimed beyond the rows.
+        max_attempts: Engines a job may take down with it before it is charged.
+
+    Attributes:
+        snapshot: The batch as the engine last described it.
+        counts: The queue as last counted.
+        redis_up: Whether Redis answered last time.
+        draining: No more claims.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: JobStore,
+        keeper: LeaseKeeper,
+        hub: Hub,
+        link: EngineLink,
+        classes: SlaClasses,
+        metrics: Metrics,
+        owner: str,
+        lease_s: float,
+        claim_ahead: int,
+        max_attempts: int,
+    ) -> None:
+        self._store, self._keeper, self._hub, self._link = store, keeper, hub, link
+        self._classes, self._metrics, self._owner = classes, metrics, owner
+        self._lease_ms = int(lease_s * 1000)
+        self._claim_ahead, self._max_attempts = claim_ahead, max_attempts
+        self._held: dict[str, HeldJob] = {}
+        self._unsaved: asyncio.Queue[list[JobStep]] = asyncio.Queue(MOST_UNSAVED_STEPS)
+        self._wake = asyncio.Event()
+        self._claims_ended = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._snapshot_news = asyncio.Event()
+        self._answers: dict[int, asyncio.Future[CommandResult]] = {}
+        self._requests = itertools.count(1)
+        self.snapshot: Snapshot | None = None
+        self.counts: Counts | None = None
+        self.redis_up = True
+        self.draining = False
+
+    # -- what the services ask ------------------------------------------------------------------------
+
+    @property
+    def running_jobs(self) -> int:
+        """Jobs held by this daemon."""
+        return len(self._held)
+
+    def wake(self) -> None:
+        """A job was submitted here: claim at once."""
+        self._wake.set()
+
+    def cancel(self, tenant: str, job_id: str) -> None:
+        """End a job that this daemon holds, as somebody asked."""
+        self._tell(Cancel(query_id=job_ref(tenant, job_id)))
+
+    async def park(self, tenant: str, job_id: str) -> None:
+        """Park a job by hand.
+
+        Raises:
+            NotFoundError: The job is not in this daemon's engine.
+            StateError: It can't be parked now.
+            UnavailableError: There is no engine now.
+        """
+        query_id = job_ref(tenant, job_id)
+        await self._ask(query_id, Park(query_id=query_id, request_id=next(self._requests)))
+
+    async def resume(self, tenant: str, job_id: str) -> None:
+        """Let a job parked by hand compete again; raises as `park`."""
+        query_id = job_ref(tenant, job_id)
+        await self._ask(query_id, Resume(query_id=query_id, request_id=next(self._requests)))
+
+    def lost(self, tenant: str, job_id: str, epoch: int) -> None:
+        """A lease ran out: somebody else may have the job, and our writes are refused."""
+        self._store.forget(self._owner, tenant, job_id, epoch=epoch)
+        held = self._held.get(job_ref(tenant, job_id))
+        if held is not None and held.claimed.record.epoch == epoch:
+            _log.warning("lease_lost", tenant=tenant, job_id=job_id)
+            self._tell(HandBack(query_id=held.query_id))
+            self._let_go(held)
+
+    async def next_snapshot(self) -> None:
+        """Wait for a snapshot newer than the present one."""
+        await self._snapshot_news.wait()
+
+    # -- tasks ----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run all tasks until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._claim_forever(), name="claim")
+            tasks.create_task(self._commit_forever(), name="commit")
+            tasks.create_task(self._listen_forever(), name="notices")
+            tasks.create_task(self._reap_forever(), name="reap")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Stop intake, let jobs finish for `timeout_s`, and hand back the rest with their tokens."""
+        self.draining = True
+        self._wake.set()
+        await self._claims_ended.wait()  # A claim under way still brings its jobs.
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            _log.info("drain_timeout", handed_back=len(self._held))
+        leaving = list(self._held.values())
+        for held in leaving:
+            held.ended = True
+            self._tell(HandBack(query_id=held.query_id))
+        await self._unsaved.join()
+        for held in leaving:
+            await self._hand_back(held)
+
+    async def _claim_forever(self) -> None:
+        while not self.draining:
+            self._wake.clear()
+            if self._link.ready is None or not await self._claim():
+                await self._sleep_until_wake(IDLE_CLAIM_S)
+        self._claims_ended.set()
+
+    async def _claim(self) -> bool:
+        """Claim what there is room for; returns whether anything came."""
+        try:
+            claimed = await self._store.claim(self._owner, self._room(), lease_ms=self._lease_ms)
+        except UnavailableError as error:
+            self._note_redis(error)
+            await asyncio.sleep(RETRY_REDIS_S)
+            return False
+        self._note_redis(None)
+        for job in claimed:
+            self._take(job)
+        return bool(claimed)
+
+    def _room(self) -> dict[str, int]:
+        """Jobs to claim per class: an urgent job is claimed although all rows are taken."""
+        ready = self._link.ready
+        if ready is None or self.draining:
+            return {}
+        held = Counter(job.claimed.record.sla_class for job in self._held.values())
+        most = ready.rows + self._claim_ahead
+        return {name: most - held[name] for name in self._classes.names if held[name] < most}
+
+    def _take(self, job: ClaimedJob) -> None:
+        record = job.record
+        live = self._hub.open(record.tenant, record.job_id, base_index=len(job.token_ids))
+        held = HeldJob(job, live, time.monotonic(), list(job.token_ids))
+        self._held[held.query_id] = held
+        self._empty.clear()
+        self._keeper.hold(record.tenant, record.job_id, record.epoch)
+        self._metrics.queue_wait.labels(record.sla_class).observe(record.waited_ms / 1000)
+        self._metrics.claimed_jobs.set(len(self._held))
+        self._submit(held)
+
+    def _submit(self, held: HeldJob) -> None:
+        record = held.claimed.record
+        waited_s = record.waited_ms / 1000 + time.monotonic() - held.claimed_s
+        self._tell(held.submit(waited_s))
+        if record.cancel_requested:
+            self._tell(Cancel(query_id=held.query_id))
+
+    async def _commit_forever(self) -> None:
+        while True:
+            steps = await self._unsaved.get()
+            started_s = time.monotonic()
+            result = await self._commit([step.commit for step in steps])
+            self._metrics.commit.observe(time.monotonic() - started_s)
+            self._metrics.unsaved_steps.set(self._unsaved.qsize())
+            refused = {(r.tenant, r.job_id): r.why for r in result.refused}
+            for step in steps:
+                self._deliver(step, refused.get((step.held.tenant, step.held.job_id)))
+            for tenant, job_id in result.cancel:
+                self.cancel(tenant, job_id)
+            self._unsaved.task_done()
+
+    async def _commit(self, commits: Sequence[StepCommit]) -> CommitResult:
+        """Commit a step; as often as it takes, unchanged, while Redis is away."""
+        while True:
+            try:
+                result = await self._store.commit_step(self._owner, commits)
+            except UnavailableError as error:
+                self._note_redis(error)
+                await asyncio.sleep(RETRY_REDIS_S)
+            else:
+                self._note_redis(None)
+                return result
+
+    def _deliver(self, step: JobStep, refused: Why | None) -> None:
+        """Show watchers what is durable now; let go of a job that ended or that somebody else holds."""
+        held = step.held
+        if refused is not None:
+            _log.warning("commit_refused", tenant=held.tenant, job_id=held.job_id, why=refused.value)
+            self._metrics.commits_refused.inc()
+            self._tell(HandBack(query_id=held.query_id))
+            self._let_go(held)
+            return
+        held.live.publish(step.events)
+        if step.usage is not None:
+            self._count_end(step)
+            self._let_go(held)
+
+    def _let_go(self, held: HeldJob) -> None:
+        if self._held.get(held.query_id) is held:
+            del self._held[held.query_id]
+            self._keeper.drop(held.tenant, held.job_id)
+            self._hub.close(held.tenant, held.job_id)
+        held.ended = True
+        self._metrics.claimed_jobs.set(len(self._held))
+        if not self._held:
+            self._empty.set()
+        self._wake.set()
+
+    async def _listen_forever(self) -> None:
+        while True:
+            try:
+                async for notice in self._store.notices(self._owner):
+                    if notice.kind is NoticeKind.CANCEL:
+                        self.cancel(notice.tenant, notice.job_id)
+                    else:
+                        self._wake.set()
+            except UnavailableError as error:
+                self._note_redis(error)
+            await asyncio.sleep(RETRY_REDIS_S)
+
+    async def _reap_forever(self) -> None:
+        while True:
+            try:
+                reaped = await self._store.reap()
+                self.counts = await self._store.counts()
+                self._note_redis(None)
+            except UnavailableError as error:
+                self._note_redis(error)
+            else:
+                if reaped.requeued or reaped.dead:
+                    _log.warning("jobs_reaped", requeued=len(reaped.requeued), dead=len(reaped.dead))
+                    self._wake.set()
+                self._metrics.queued_jobs.set(sum(self.counts.queued.values()))
+            await asyncio.sleep(REAP_EVERY_S)
+
+    # -- the engine speaks (EngineHandler) ------------------------------------------------------------
+
+    def engine_up(self, ready: Ready) -> None:  # noqa: ARG002 - a fixed signature
+        """Give the engine every job that is held: it has none of them. Those that killed too many end."""
+        self._metrics.engine_up.set(1)
+        for held in list(self._held.values()):
+            if held.ended:
+                continue
+            if held.engine_deaths >= self._max_attempts:
+                self._unsaved.put_nowait(
+                    [held.fail(f"the engine died {held.engine_deaths} times with this job")]
+                )
+            else:
+                self._submit(held)
+        self._wake.set()
+
+    async def engine_step(self, step: StepEvents) -> None:
+        """Turn a step's events into one commit."""
+        if step.snapshot is not None:
+            self.snapshot = self._metrics.engine.snapshot = step.snapshot
+            news, self._snapshot_news = self._snapshot_news, asyncio.Event()
+            news.set()
+        by_query: dict[str, list[QueryEvent]] = defaultdict(list)
+        for event in step.events:
+            if isinstance(event, CommandResult):
+                self._answer(event)
+                continue
+            if isinstance(event, Preempted):
+                self._metrics.preemptions.labels(event.cause, "kept" if event.kept else "dropped").inc()
+            by_query[event.query_id].append(event)
+        steps = [
+            held.digest(events)
+            for query_id, events in by_query.items()
+            if (held := self._held.get(query_id)) is not None and not held.ended
+        ]
+        if steps:
+            await self._unsaved.put(steps)
+
+    def engine_down(self) -> None:
+        """Count the death against every job that was in it."""
+        self._metrics.engine_up.set(0)
+        self._metrics.engine_restarts.inc()
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(UnavailableError("the engine died", reason="ENGINE_DOWN"))
+        for held in list(self._held.values()):
+            held.engine_deaths += 1
+
+    # -- small pieces ---------------------------------------------------------------------------------
+
+    async def _hand_back(self, held: HeldJob) -> None:
+        try:
+            await self._store.hand_back(self._owner, held.tenant, held.job_id, held.claimed.record.epoch)
+        except UnavailableError as error:
+            _log.warning("hand_back_failed", job_id=held.job_id, error=error.message)  # Its lease runs out.
+        self._let_go(held)
+
+    async def _ask(self, query_id: str, command: Park | Resume) -> None:
+        if query_id not in self._held:
+            raise NotFoundError("the job is not in this daemon's engine", reason="NOT_RUNNING_HERE")
+        future = asyncio.get_running_loop().create_future()
+        self._answers[command.request_id] = future
+        try:
+            self._link.send(command)
+            async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                result: CommandResult = await future
+        except TimeoutError as error:
+            raise UnavailableError("the engine did not answer", reason="ENGINE_SILENT") from error
+        finally:
+            del self._answers[command.request_id]
+        if result.reason:
+            raise StateError(result.message, reason=result.reason)
+
+    def _answer(self, result: CommandResult) -> None:
+        future = self._answers.get(result.request_id)
+        if future is not None and not future.done():
+            future.set_result(result)
+
+    def _tell(self, command: Command) -> None:
+        """Send a command; without an engine it is not needed: a new one is told everything."""
+        try:
+            self._link.send(command)
+        except UnavailableError:
+            return
+
+    def _count_end(self, step: JobStep) -> None:
+        record, usage = step.held.claimed.record, step.usage
+        if usage is None or step.commit.state is None:
+            return
+        tenant = self._metrics.tenant(record.tenant)
+        self._metrics.jobs_ended.labels(tenant, record.sla_class, step.commit.state.value).inc()
+        self._metrics.tokens.labels(tenant, "prompt").inc(usage.prompt_tokens)
+        self._metrics.tokens.labels(tenant, "output").inc(usage.output_tokens)
+        if usage.output_tokens:
+            self._metrics.first_token.labels(record.sla_class).observe(usage.waited_s)
+
+    def _note_redis(self, error: UnavailableError | None) -> None:
+        """Redis answered, or did not."""
+        up = error is None
+        if up != self.redis_up:
+            _log.warning("redis_back" if up else "redis_away", error=error.message if error else "")
+        self.redis_up = up
+        self._metrics.redis_up.set(up)
+
+    async def _sleep_until_wake(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
+        except TimeoutError:
+            return

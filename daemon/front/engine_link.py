@@ -1,0 +1,214 @@
+"""Starts the engine process, listens to it, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+from batond.daemon import errors
+from batond.daemon.errors import BatondError, UnavailableError
+from batond.daemon.telemetry.logging import get_logger
+from batond.daemon.wire.channel import ChannelClosed, ChannelError, FrontChannel
+from batond.daemon.wire.messages import LoadFailed, Loading, Ready, StepEvents, Stop
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batond.daemon.wire.messages import Command, Event
+    from batond.daemon.wire.settings import EngineSettings
+
+#: `-P`: the working directory must not shadow a module of ours or of torch's.
+ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "batond.daemon.engine.process")
+LONGEST_BACKOFF_S: Final = 60.0
+STOP_TIMEOUT_S: Final = 5.0
+LAST_BREATH_S: Final = 2.0
+HEALTHY_AFTER_S: Final = 60.0  # An engine that lived so long starts the back-off anew.
+
+_log = get_logger(__name__)
+_ERRORS: Final[dict[str, type[BatondError]]] = {
+    kind.reason: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, BatondError)
+}
+
+
+class EngineHandler(Protocol):
+    """Who hears the engine, on the event loop."""
+
+    def engine_loading(self, note: str) -> None:
+        """The model is being loaded."""
+
+    def engine_up(self, ready: Ready) -> None:
+        """The engine takes queries; after a restart it knows none."""
+
+    async def engine_step(self, step: StepEvents) -> None:
+        """Events of one step, or a heartbeat. While this waits, the engine is not read: it will wait too."""
+
+    def engine_down(self) -> None:
+        """The engine died; it will be started again."""
+
+
+def error_from(reason: str, message: str) -> BatondError:
+    """The domain error that the engine named; `BatondError` if we don't know it."""
+    return _ERRORS.get(reason, BatondError)(message, reason=reason)
+
+
+class EngineLink:
+    """One engine process at a time.
+
+    Args:
+        settings: What the process is told.
+        backoff_s: First pause before a dead engine is started again; doubles up to a minute.
+        command: How to start the process; the descriptor of its socket is appended.
+
+    Attributes:
+        ready: What the engine says of itself; None while there is none that takes queries.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, *, backoff_s: float = 0.5, command: Sequence[str] = ENGINE_COMMAND
+    ) -> None:
+        self._config_json = msgspec.json.encode(settings)
+        self._first_backoff_s = backoff_s
+        self._command = tuple(command)
+        self._process: asyncio.subprocess.Process | None = None
+        self._channel: FrontChannel | None = None
+        self._stopping = False
+        self._heard_s = time.monotonic()
+        self.ready: Ready | None = None
+
+    @property
+    def silent_s(self) -> float:
+        """How long the engine has said nothing."""
+        return time.monotonic() - self._heard_s
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine."""
+        return None if self._process is None else self._process.pid
+
+    def send(self, command: Command) -> None:
+        """Send a command.
+
+        Raises:
+            UnavailableError: There is no engine to take it now.
+        """
+        if self._channel is None or self.ready is None:
+            raise UnavailableError("the engine is being started", reason="ENGINE_DOWN")
+        try:
+            self._channel.send(command)
+        except ChannelClosed as error:
+            raise UnavailableError("the engine has died", reason="ENGINE_DOWN") from error
+
+    async def run(self, handler: EngineHandler) -> None:
+        """Start the engine, listen to it, and start it again whenever it dies, until `stop`.
+
+        Raises:
+            BatondError: It says at its first start that it can't serve as configured; the message says why.
+        """
+        backoff_s = self._first_backoff_s
+        proven = False
+        while not self._stopping:
+            started_s = time.monotonic()
+            try:
+                await self._spawn()
+                await self._load(handler)
+                proven = True
+                await self._listen(handler)
+            except (ChannelClosed, ChannelError, OSError) as error:
+                why = await self._bury(error)
+            except BatondError as error:
+                why = await self._bury(error)
+                if not proven:
+                    raise
+            if self._stopping:
+                return
+            if not proven:
+                raise UnavailableError(f"the engine died while it was loading: {why}", reason="ENGINE_DOWN")
+            if time.monotonic() - started_s > HEALTHY_AFTER_S:
+                backoff_s = self._first_backoff_s
+            _log.error("engine_down", why=why, restart_in_s=backoff_s)
+            handler.engine_down()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(backoff_s * 2, LONGEST_BACKOFF_S)
+
+    async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End the process: by asking, then by force."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        try:
+            self.send(Stop())
+        except UnavailableError:
+            process.kill()  # It is still loading, and has nothing to lose.
+        try:
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+        except TimeoutError:
+            _log.warning("engine_killed", pid=process.pid)
+            process.kill()
+            await process.wait()
+
+    async def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._heard_s = time.monotonic()
+        self._channel = await FrontChannel.open(ours)
+        if self._process.stdin is not None:
+            self._process.stdin.write(self._config_json)
+            self._process.stdin.close()
+        _log.info("engine_started", pid=self._process.pid)
+
+    async def _load(self, handler: EngineHandler) -> None:
+        while True:
+            event = await self._receive()
+            if isinstance(event, Loading):
+                handler.engine_loading(event.note)
+            elif isinstance(event, LoadFailed):
+                raise error_from(event.reason, event.message)
+            elif isinstance(event, Ready):
+                self.ready = event
+                handler.engine_up(event)
+                return
+
+    async def _listen(self, handler: EngineHandler) -> None:
+        while True:
+            event = await self._receive()
+            if isinstance(event, StepEvents):
+                await handler.engine_step(event)
+
+    async def _receive(self) -> Event:
+        if self._channel is None:
+            raise ChannelClosed("there is no engine")
+        event = await self._channel.receive()
+        self._heard_s = time.monotonic()
+        return event
+
+    async def _bury(self, error: Exception) -> str:
+        """Make sure that the process is gone; returns why it went."""
+        self.ready = None
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+        process = self._process
+        if process is None:
+            return str(error)
+        try:
+            async with asyncio.timeout(LAST_BREATH_S):  # It may still be on its way out.
+                code = await process.wait()
+        except TimeoutError:
+            process.kill()
+            code = await process.wait()
+        return f"{error} (exit status {code})"

@@ -1,0 +1,148 @@
+"""The events of one job from any token on, wherever it runs: Redis for the past, the hub for the present."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from batond.daemon.errors import UnavailableError
+from batond.daemon.queue import Chunk, JobState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from batond.daemon.front.hub import Hub, LiveEvent, LiveJob
+    from batond.daemon.queue import JobRecord, JobStore
+
+#: How often a job that waits, or runs on another daemon, is looked at.
+POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class InLine:
+    """The job waits; `position` jobs come before it, if that is known."""
+
+    record: JobRecord
+    position: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The job is final."""
+
+    record: JobRecord
+
+
+FollowEvent: TypeAlias = "InLine | Ended | LiveEvent"
+
+
+class Follower:
+    """Follows jobs for clients.
+
+    Args:
+        store: The queue.
+        hub: Jobs that run here.
+        stopping: Whether the daemon is about to end.
+    """
+
+    def __init__(self, store: JobStore, hub: Hub, stopping: Callable[[], bool]) -> None:
+        self._store = store
+        self._hub = hub
+        self._stopping = stopping
+
+    async def follow(
+        self, tenant: str, job_id: str, from_index: int, *, announce: bool = False
+    ) -> AsyncIterator[FollowEvent]:
+        """Yield what happens to a job, each token once.
+
+        Args:
+            tenant: Whose.
+            job_id: Which.
+            from_index: First output token wanted.
+            announce: Begin with the job's place in line even if it does not wait: it was accepted.
+
+        Raises:
+            NotFoundError: There is no such job of this tenant.
+            UnavailableError: The daemon stops before the job ends; follow it again, perhaps elsewhere.
+        """
+        cursor = _Cursor(from_index)
+        if announce:
+            record = await self._store.get(tenant, job_id)
+            cursor.said_position = await self._position(record)
+            yield InLine(record, cursor.said_position)
+        while True:
+            live = self._hub.get(tenant, job_id)
+            if live is None or cursor.next_index < live.base_index:
+                async for past in self._past(tenant, job_id, cursor):
+                    yield past
+                    if isinstance(past, Ended):
+                        return
+            if live is not None:
+                async for event in self._present(live, cursor):
+                    yield event
+            elif self._stopping():
+                raise UnavailableError(
+                    f"this daemon stops; watch the job again from token {cursor.next_index}",
+                    reason="STOPPING",
+                    next_token_index=cursor.next_index,
+                )
+            else:
+                await self._hub.wait_for(tenant, job_id, POLL_S)
+
+    async def _past(self, tenant: str, job_id: str, cursor: _Cursor) -> AsyncIterator[FollowEvent]:
+        # The record comes first: if it is final, all output is there to be read.
+        record = await self._store.get(tenant, job_id)
+        for chunk in await self._store.read_chunks(tenant, job_id, cursor.next_index):
+            if (wanted := cursor.take(chunk)) is not None:
+                yield wanted
+        if record.state.final:
+            yield Ended(record)
+            return
+        position = await self._position(record)
+        if position is not None and position != cursor.said_position:
+            cursor.said_position = position
+            yield InLine(record, position)
+
+    async def _present(self, live: LiveJob, cursor: _Cursor) -> AsyncIterator[LiveEvent]:
+        position = 0
+        while True:
+            while position < len(live.events):
+                event = live.events[position]
+                position += 1
+                if not isinstance(event, Chunk):
+                    yield event
+                elif (wanted := cursor.take(event)) is not None:
+                    yield wanted
+            if live.closed:
+                return
+            await live.wait_beyond(position)
+
+    async def _position(self, record: JobRecord) -> int | None:
+        if record.state is not JobState.QUEUED:
+            return None
+        return await self._store.queue_position(record.tenant, record.job_id)
+
+
+class _Cursor:
+    """What a watcher has seen: the next token it has not, and its place in line as it was told last."""
+
+    def __init__(self, next_index: int) -> None:
+        self.next_index = next_index
+        self.said_position: int | None = None
+        self._flushed = False
+
+    def take(self, chunk: Chunk) -> Chunk | None:
+        """Return what is new in a chunk and move on; None if it is nothing.
+
+        Text can't be cut at a token: the text of a chunk that is known in part comes whole.
+        """
+        end = chunk.first_index + len(chunk.token_ids)
+        if not chunk.token_ids:
+            new = chunk.first_index == self.next_index and not self._flushed
+            self._flushed = self._flushed or new
+            return chunk if new else None
+        if end <= self.next_index:
+            return None
+        fresh = chunk.token_ids[max(0, self.next_index - chunk.first_index) :]
+        self.next_index, self._flushed = end, False
+        return Chunk(first_index=end - len(fresh), token_ids=fresh, text=chunk.text)

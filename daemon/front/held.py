@@ -1,0 +1,181 @@
+"""A job this daemon holds, and how one step's events become one commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batond.daemon.front.hub import CameBack, GotRow, LostRow
+from batond.daemon.queue import Chunk, JobState, StepCommit
+from batond.daemon.queue.keys import job_ref
+from batond.daemon.wire.messages import (
+    Finished,
+    FinishReason,
+    Preempted,
+    QueryFailed,
+    Resumed,
+    Started,
+    Submit,
+    Tokens,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from batond.daemon.front.hub import LiveEvent, LiveJob
+    from batond.daemon.queue import ClaimedJob
+    from batond.daemon.wire.messages import QueryEvent
+
+
+@dataclass(slots=True)
+class HeldJob:
+    """A claimed job.
+
+    Attributes:
+        claimed: As it was claimed.
+        live: Its events, for watchers.
+        claimed_s: When, monotonic.
+        token_ids: Every token known: committed before the claim, or received from the engine since.
+        parks: Parks under this claim.
+        recomputed_tokens: Tokens computed again under this claim, by engines before the present one.
+        engine_deaths: Engines that died while it was in them.
+        ended: Its end was received; nothing more is sent to the engine for it.
+    """
+
+    claimed: ClaimedJob
+    live: LiveJob
+    claimed_s: float
+    token_ids: list[int] = field(default_factory=list)
+    parks: int = 0
+    recomputed_tokens: int = 0
+    engine_deaths: int = 0
+    ended: bool = False
+
+    @property
+    def tenant(self) -> str:
+        """Whose."""
+        return self.claimed.record.tenant
+
+    @property
+    def job_id(self) -> str:
+        """Which."""
+        return self.claimed.record.job_id
+
+    @property
+    def query_id(self) -> str:
+        """Its name in the engine."""
+        return job_ref(self.tenant, self.job_id)
+
+    def submit(self, waited_s: float) -> Submit:
+        """The command that starts it, or lets it go on after the tokens it has."""
+        spec = self.claimed.spec
+        return Submit(
+            query_id=self.query_id,
+            tenant=self.tenant,
+            sla_class=self.claimed.record.sla_class,
+            prompt_token_ids=spec.prompt_token_ids,
+            sampling=spec.sampling,
+            seed=spec.seed,
+            waited_s=waited_s,
+            emitted_token_ids=list(self.token_ids),
+        )
+
+    def fail(self, message: str) -> JobStep:
+        """End it without the engine's word."""
+        usage = Usage(
+            prompt_tokens=len(self.claimed.spec.prompt_token_ids),
+            output_tokens=len(self.token_ids),
+            parks=self.parks,
+            recomputed_tokens=0,
+            waited_s=0.0,
+            parked_s=0.0,
+        )
+        failed = QueryFailed(query_id=self.query_id, reason="INTERNAL", message=message, usage=usage)
+        return self.digest([failed])
+
+    def digest(self, events: list[QueryEvent]) -> JobStep:
+        """Turn one step's events of this job into a commit and what watchers see after it."""
+        step = _StepBuilder(self)
+        for event in events:
+            step.add(event)
+        return step.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class JobStep:
+    """What a step did to one job.
+
+    Attributes:
+        held: The job.
+        commit: For Redis.
+        events: For watchers, once the commit is made.
+        usage: Set if the job ended.
+    """
+
+    held: HeldJob
+    commit: StepCommit
+    events: list[LiveEvent]
+    usage: Usage | None
+
+
+class _StepBuilder:
+    def __init__(self, held: HeldJob) -> None:
+        self._held = held
+        self._events: list[LiveEvent] = []
+        self._tokens: list[int] = []
+        self._text = ""
+        self._first_index = len(held.token_ids)
+        self._state: JobState | None = None
+        self._usage: Usage | None = None
+        self._finish_reason = ""
+        self._error = ("", "")
+
+    def add(self, event: QueryEvent) -> None:
+        match event:
+            case Tokens():
+                self._tokens += event.token_ids
+                self._text += event.text
+                self._state = self._state or JobState.RUNNING
+            case Started():
+                self._events.append(GotRow())
+                self._state = JobState.RUNNING
+            case Preempted():
+                self._held.parks += 1
+                self._events.append(LostRow(event.cause, event.kept))
+                self._state = JobState.PARKED
+            case Resumed():
+                self._events.append(CameBack())
+                self._state = JobState.RUNNING
+            case Finished():
+                cancelled = event.finish_reason is FinishReason.CANCELLED
+                self._state = JobState.CANCELLED if cancelled else JobState.SUCCEEDED
+                self._usage, self._finish_reason = event.usage, event.finish_reason.value
+            case QueryFailed():
+                self._state, self._usage = JobState.FAILED, event.usage
+                self._error = (event.reason, event.message)
+
+    def finish(self) -> JobStep:
+        held = self._held
+        held.token_ids += self._tokens
+        chunk = None
+        if self._tokens or self._text:
+            chunk = Chunk(first_index=self._first_index, token_ids=self._tokens, text=self._text)
+            self._events.append(chunk)
+        record, recomputed = held.claimed.record, -1
+        if self._usage is not None:
+            held.ended = True
+            recomputed = record.recomputed_tokens + held.recomputed_tokens + self._usage.recomputed_tokens
+        reason, message = self._error
+        commit = StepCommit(
+            tenant=held.tenant,
+            job_id=held.job_id,
+            epoch=record.epoch,
+            chunk=chunk,
+            state=self._state,
+            prompt_tokens=len(held.claimed.spec.prompt_token_ids),
+            preemptions=record.preemptions + held.parks,
+            recomputed_tokens=recomputed,
+            finish_reason=self._finish_reason,
+            error_reason=reason,
+            error_message=message,
+        )
+        return JobStep(held, commit, self._events, self._usage)

@@ -1,0 +1,221 @@
+"""JobService: submit, follow and end jobs, each in the caller's own tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from batond.daemon.errors import InvalidRequestError, UnavailableError
+from batond.daemon.front import convert
+from batond.daemon.front.follow import Ended
+from batond.daemon.front.requests import check_job_id
+from batond.daemon.queue import JobState
+from batond.v1 import jobs_pb2, jobs_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from batond.daemon.front.calls import Calls
+    from batond.daemon.front.dispatcher import Dispatcher
+    from batond.daemon.front.follow import Follower, FollowEvent
+    from batond.daemon.front.hub import Hub
+    from batond.daemon.front.identity import Tenant
+    from batond.daemon.front.requests import RequestReader
+    from batond.daemon.queue import JobRecord, JobStore
+    from batond.daemon.telemetry.metrics import Metrics
+    from batond.v1 import types_pb2
+
+DEFAULT_PAGE = 100
+MOST_PAGE = 1000
+#: A cancelled job of this daemon is final within two steps; its answer waits that long at most.
+CANCEL_WAIT_S = 5.0
+
+
+class JobServicer(jobs_pb2_grpc.JobServiceServicer):
+    """See proto/batond/v1/jobs.proto.
+
+    Args:
+        calls: What every rpc shares.
+        store: The queue.
+        follower: Streams.
+        hub: Jobs that run here.
+        dispatcher: Is told of new jobs and cancels.
+        reader: Checks requests.
+        metrics: Counts.
+        result_ttl_s: How long results are kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        calls: Calls,
+        store: JobStore,
+        follower: Follower,
+        hub: Hub,
+        dispatcher: Dispatcher,
+        reader: RequestReader,
+        metrics: Metrics,
+        result_ttl_s: int,
+    ) -> None:
+        self._calls, self._store, self._follower, self._hub = calls, store, follower, hub
+        self._dispatcher, self._reader, self._metrics = dispatcher, reader, metrics
+        self._ttl_ms = result_ttl_s * 1000
+        self._tidying: set[asyncio.Task[None]] = set()
+
+    async def SubmitJob(self, request: jobs_pb2.SubmitJobRequest, context: Any) -> jobs_pb2.SubmitJobResponse:
+        """Accept a job and return at once."""
+
+        async def handle(tenant: Tenant) -> jobs_pb2.SubmitJobResponse:
+            record, created = await self._submit(tenant, request.job_id, request.spec)
+            shown = await self._shown(record, output=False)
+            return jobs_pb2.SubmitJobResponse(job=shown, attached=not created)
+
+        answer: jobs_pb2.SubmitJobResponse = await self._calls.answer("SubmitJob", context, handle)
+        return answer
+
+    async def GenerateStream(self, request: jobs_pb2.GenerateStreamRequest, context: Any) -> None:
+        """Submit a job and stream it; an attached one ends with its stream."""
+        wrap = functools.partial(_wrapped, jobs_pb2.GenerateStreamResponse)
+
+        async def handle(tenant: Tenant) -> None:
+            record, _ = await self._submit(tenant, request.job_id, request.spec)
+            ended = False
+            try:
+                events = self._follower.follow(tenant.name, record.job_id, 0, announce=True)
+                ended = await self._write(events, context, wrap)
+            finally:
+                if not ended and not request.detached and not self._dispatcher.draining:
+                    self._tidy(self._cancel(record.tenant, record.job_id))
+
+        await self._calls.stream("GenerateStream", context, handle)
+
+    async def WatchJob(self, request: jobs_pb2.WatchJobRequest, context: Any) -> None:
+        """Stream a job from a token on."""
+        wrap = functools.partial(_wrapped, jobs_pb2.WatchJobResponse)
+
+        async def handle(tenant: Tenant) -> None:
+            events = self._follower.follow(tenant.name, _named(request.job_id), request.from_token_index)
+            await self._write(events, context, wrap)
+
+        await self._calls.stream("WatchJob", context, handle)
+
+    async def GetJob(self, request: jobs_pb2.GetJobRequest, context: Any) -> jobs_pb2.GetJobResponse:
+        """Return a job as it stands."""
+
+        async def handle(tenant: Tenant) -> jobs_pb2.GetJobResponse:
+            record = await self._store.get(tenant.name, _named(request.job_id))
+            return jobs_pb2.GetJobResponse(job=await self._shown(record))
+
+        answer: jobs_pb2.GetJobResponse = await self._calls.answer("GetJob", context, handle)
+        return answer
+
+    async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: Any) -> jobs_pb2.ListJobsResponse:
+        """List the tenant's jobs, newest first, without their output."""
+
+        async def handle(tenant: Tenant) -> jobs_pb2.ListJobsResponse:
+            size = min(request.page_size or DEFAULT_PAGE, MOST_PAGE)
+            page = await self._store.list_jobs(tenant.name, cursor=request.page_token, limit=size)
+            wanted = {stored for shown in request.states for stored in convert.STORED_STATES.get(shown, ())}
+            jobs = [convert.job(record) for record in page.jobs if not wanted or record.state in wanted]
+            return jobs_pb2.ListJobsResponse(jobs=jobs, next_page_token=page.next_cursor)
+
+        answer: jobs_pb2.ListJobsResponse = await self._calls.answer("ListJobs", context, handle)
+        return answer
+
+    async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: Any) -> jobs_pb2.CancelJobResponse:
+        """End a job; the answer shows it final if it runs here."""
+
+        async def handle(tenant: Tenant) -> jobs_pb2.CancelJobResponse:
+            job_id = _named(request.job_id)
+            record = await self._cancel(tenant.name, job_id)
+            return jobs_pb2.CancelJobResponse(job=await self._shown(record))
+
+        answer: jobs_pb2.CancelJobResponse = await self._calls.answer("CancelJob", context, handle)
+        return answer
+
+    async def finish_tidying(self) -> None:
+        """Wait for the cancels that closed streams left behind."""
+        await asyncio.gather(*self._tidying, return_exceptions=True)
+
+    async def _submit(self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec) -> tuple[JobRecord, bool]:
+        if self._dispatcher.draining:
+            raise UnavailableError("this daemon takes no more jobs: it stops", reason="DRAINING")
+        job_id = check_job_id(job_id)
+        checked = await asyncio.to_thread(self._reader.read, spec, tenant)
+        record, created = await self._store.submit(
+            tenant.name,
+            job_id,
+            spec_json=msgspec.json.encode(checked.spec),
+            body_hash=checked.body_hash,
+            sla_class=checked.sla_class,
+            prompt_tokens=len(checked.spec.prompt_token_ids),
+            ttl_ms=self._ttl_ms,
+        )
+        if created:
+            self._metrics.jobs_submitted.labels(self._metrics.tenant(tenant.name), checked.sla_class).inc()
+            self._dispatcher.wake()
+        return record, created
+
+    async def _write(
+        self,
+        events: AsyncIterator[FollowEvent],
+        context: Any,
+        wrap: Callable[[types_pb2.StreamEvent], Any],
+    ) -> bool:
+        """Write a job's events; returns whether the job ended."""
+        sequence = 0
+        async for event in events:
+            ended = await self._shown(event.record) if isinstance(event, Ended) else None
+            await context.write(wrap(convert.stream_event(event, sequence, ended)))
+            sequence += 1
+            if ended is not None:
+                return True
+        return False
+
+    async def _cancel(self, tenant: str, job_id: str) -> JobRecord:
+        record = await self._store.cancel(tenant, job_id)
+        live = self._hub.get(tenant, job_id)
+        if record.state.final or live is None:
+            return record
+        self._dispatcher.cancel(tenant, job_id)
+        try:
+            async with asyncio.timeout(CANCEL_WAIT_S):
+                while not live.closed:
+                    await live.wait_beyond(len(live.events))
+        except TimeoutError:
+            return record
+        return await self._store.get(tenant, job_id)
+
+    async def _shown(self, record: JobRecord, *, output: bool = True) -> types_pb2.Job:
+        spec = await self._store.get_spec(record.tenant, record.job_id)
+        chunks = await self._store.read_chunks(record.tenant, record.job_id) if output else ()
+        position = None
+        if record.state is JobState.QUEUED:
+            position = await self._store.queue_position(record.tenant, record.job_id)
+        return convert.job(
+            record, chunks, position=position, labels=spec.labels, asked_class=spec.asked_class
+        )
+
+    def _tidy(self, work: Awaitable[Any]) -> None:
+        async def quietly() -> None:
+            try:
+                await work
+            except UnavailableError:
+                return  # Redis is away; the job ends as if nobody had asked.
+
+        task = asyncio.get_running_loop().create_task(quietly())
+        self._tidying.add(task)
+        task.add_done_callback(self._tidying.discard)
+
+
+def _wrapped(kind: Callable[..., Any], event: types_pb2.StreamEvent) -> Any:
+    return kind(event=event)
+
+
+def _named(job_id: str) -> str:
+    if not job_id:
+        raise InvalidRequestError("job_id is missing", field="job_id")
+    return check_job_id(job_id)

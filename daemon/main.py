@@ -1,0 +1,26 @@
+"""The command `batond`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata, util
+
+EXTRA = "batond: the daemon is not installed here: pip install 'batond[daemon]'"
+NEEDED = ("typer", "pydantic_settings", "msgspec", "structlog", "redis", "grpc_health", "torch")
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    if sys.argv[1:] == ["--version"]:
+        sys.stdout.write(f"batond {metadata.version('batond')}\n")
+        return 0
+    if any(util.find_spec(name) is None for name in NEEDED):
+        sys.stderr.write(EXTRA + "\n")
+        return 2
+    from batond.daemon.cli import run  # noqa: PLC0415 - a bare install has none of what it imports
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
