@@ -1,0 +1,108 @@
+"""An engine process that speaks the wire and computes nothing: `python fake_engine.py MODE FD`.
+
+Modes: `serve` answers every Submit with its tokens; `fail` cannot load; `hang` loads for ever; `garbage`
+breaks the framing after Ready; `deaf` ignores Stop. A Cancel of the id `die` kills the process without a
+word, as the kernel would.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import msgspec
+
+from batond.daemon.wire.channel import ChannelClosed, EngineChannel
+from batond.daemon.wire.messages import (
+    Cancel,
+    Command,
+    Finished,
+    FinishReason,
+    LoadFailed,
+    Loading,
+    Ready,
+    StepEvents,
+    Stop,
+    Submit,
+    Tokens,
+    Usage,
+)
+from batond.daemon.wire.settings import EngineSettings
+
+
+def ready(settings: EngineSettings) -> Ready:
+    return Ready(
+        model=settings.model_name,
+        device="none",
+        rows=settings.rows,
+        max_query_tokens=64,
+        vocab_size=100,
+        eos_token_ids=[0],
+        batch_kind="fake",
+        batch_reason="a test",
+        preemption_mode="offload",
+        kv_bytes_per_token=1,
+        host_pool_bytes=1,
+        policy=settings.policy,
+        load_s=0.0,
+    )
+
+
+def answer(submit: Submit) -> StepEvents:
+    """All tokens still missing, in one step: token i is i."""
+    first = len(submit.emitted_token_ids)
+    tokens = list(range(first, submit.sampling.max_tokens))
+    usage = Usage(
+        prompt_tokens=len(submit.prompt_token_ids),
+        output_tokens=submit.sampling.max_tokens,
+        parks=0,
+        recomputed_tokens=0,
+        waited_s=0.0,
+        parked_s=0.0,
+    )
+    return StepEvents(
+        step=1,
+        events=[
+            Tokens(query_id=submit.query_id, first_index=first, token_ids=tokens, text="x" * len(tokens)),
+            Finished(query_id=submit.query_id, finish_reason=FinishReason.LENGTH, usage=usage),
+        ],
+    )
+
+
+def obey(channel: EngineChannel, command: Command, mode: str) -> bool:
+    """Returns whether to go on."""
+    match command:
+        case Submit():
+            channel.send(answer(command))
+        case Cancel(query_id="die"):
+            os._exit(9)
+        case Stop():
+            return mode == "deaf"
+        case _:
+            pass
+    return True
+
+
+def main(mode: str, fd: int) -> int:
+    channel = EngineChannel(fd)
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineSettings)
+    channel.send(Loading(note="reading"))
+    if mode == "fail":
+        channel.send(LoadFailed(reason="UNSUPPORTED_MODEL", message="it has no cache"))
+        return 2
+    if mode == "hang":
+        channel.poll(3600.0)
+        return 1
+    channel.send(ready(settings))
+    if mode == "garbage":
+        os.write(fd, b"\x03\x00\x00\x00abc")
+    try:
+        while all(obey(channel, command, mode) for command in channel.poll(0.5)):
+            channel.send(StepEvents(step=0, events=[]))
+    except ChannelClosed:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

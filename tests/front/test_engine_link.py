@@ -1,0 +1,164 @@
+"""The engine process: loading, dying, coming back, being stopped. A fake speaks the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from batond.daemon.engine.params import SamplingParams
+from batond.daemon.errors import UnavailableError, UnsupportedModelError
+from batond.daemon.front.engine_link import EngineLink
+from batond.daemon.wire.messages import Cancel, Finished, StepEvents, Submit, Tokens
+from batond.daemon.wire.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from batond.daemon.wire.messages import Ready
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+TIMEOUT_S = 60.0
+
+
+class Ear:
+    """Notes what the engine said, in order."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.steps: list[StepEvents] = []
+        self._news = asyncio.Event()
+
+    def engine_loading(self, note: str) -> None:
+        self._hear(f"loading {note}")
+
+    def engine_up(self, ready: Ready) -> None:
+        self._hear(f"up {ready.model}")
+
+    async def engine_step(self, step: StepEvents) -> None:
+        self.steps.append(step)
+        self._hear("step")
+
+    def engine_down(self) -> None:
+        self._hear("down")
+
+    def _hear(self, note: str) -> None:
+        self.notes.append(note)
+        self._news.set()
+
+    async def until(self, true: Callable[[], object]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not true():
+                self._news.clear()
+                await self._news.wait()
+
+
+def link_to(mode: str) -> EngineLink:
+    settings = EngineSettings(model_path="/nowhere", model_name="fake")
+    return EngineLink(settings, backoff_s=0.01, command=(sys.executable, str(FAKE), mode))
+
+
+@pytest.fixture
+async def ear() -> Ear:
+    return Ear()
+
+
+@pytest.fixture
+async def link(ear: Ear) -> AsyncIterator[EngineLink]:
+    link = link_to("serve")
+    with pytest.raises(UnavailableError):
+        link.send(Cancel(query_id="too early"))
+    task = asyncio.create_task(link.run(ear))
+    await ear.until(lambda: "up fake" in ear.notes)
+    yield link
+    await link.stop()
+    async with asyncio.timeout(TIMEOUT_S):
+        await task
+
+
+def submit(query_id: str, emitted: list[int]) -> Submit:
+    return Submit(
+        query_id=query_id,
+        tenant="t",
+        sla_class="standard",
+        prompt_token_ids=[1],
+        sampling=SamplingParams(max_tokens=5),
+        seed=1,
+        emitted_token_ids=emitted,
+    )
+
+
+async def test_the_settings_go_in_and_events_come_out(link: EngineLink, ear: Ear) -> None:
+    assert ear.notes[:2] == ["loading reading", "up fake"]
+    assert link.ready is not None
+    link.send(submit("q", [0, 1]))
+    await ear.until(lambda: any(step.events for step in ear.steps))
+    tokens, finished = next(step.events for step in ear.steps if step.events)
+    assert isinstance(tokens, Tokens)
+    assert (tokens.first_index, tokens.token_ids) == (2, [2, 3, 4])
+    assert isinstance(finished, Finished)
+    assert link.silent_s < TIMEOUT_S
+
+
+async def test_a_dead_engine_comes_back(link: EngineLink, ear: Ear) -> None:
+    """D3: the death is told before the new engine is up, and the new engine takes commands."""
+    for deaths in (1, 2):
+        link.send(Cancel(query_id="die"))
+        await ear.until(lambda n=deaths: ear.notes.count("up fake") == n + 1)
+    life = [note for note in ear.notes if note in {"down", "up fake"}]
+    assert life == ["up fake", "down", "up fake", "down", "up fake"]
+    link.send(submit("q", []))
+    await ear.until(lambda: any(step.events for step in ear.steps))
+
+
+async def test_commands_to_a_dead_engine_are_refused(link: EngineLink, ear: Ear) -> None:
+    link.send(Cancel(query_id="die"))
+    await ear.until(lambda: "down" in ear.notes)
+    assert link.ready is None
+    with pytest.raises(UnavailableError):
+        link.send(submit("q", []))
+
+
+async def test_a_model_that_cannot_be_served_stops_the_start(ear: Ear) -> None:
+    with pytest.raises(UnsupportedModelError, match="no cache"):
+        await asyncio.wait_for(link_to("fail").run(ear), TIMEOUT_S)
+    assert "down" not in ear.notes
+
+
+async def test_an_engine_that_cannot_start_stops_the_start(ear: Ear) -> None:
+    link = EngineLink(
+        EngineSettings(model_path="", model_name=""), command=(sys.executable, "-c", "raise SystemExit(3)")
+    )
+    with pytest.raises(UnavailableError, match="exit status 3"):
+        await asyncio.wait_for(link.run(ear), TIMEOUT_S)
+
+
+async def test_an_engine_that_speaks_nonsense_is_replaced(ear: Ear) -> None:
+    link = link_to("garbage")
+    task = asyncio.create_task(link.run(ear))
+    await ear.until(lambda: ear.notes.count("up fake") >= 2)
+    assert "down" in ear.notes
+    await link.stop()
+    await asyncio.wait_for(task, TIMEOUT_S)
+
+
+async def test_an_engine_that_will_not_stop_is_killed(ear: Ear) -> None:
+    link = link_to("deaf")
+    task = asyncio.create_task(link.run(ear))
+    await ear.until(lambda: "up fake" in ear.notes)
+    await link.stop(timeout_s=0.2)
+    await asyncio.wait_for(task, TIMEOUT_S)
+    assert "down" not in ear.notes, "an end that was asked for is not a death"
+
+
+async def test_an_engine_is_stopped_while_it_loads(ear: Ear) -> None:
+    """V2: SIGTERM during a long load."""
+    link = link_to("hang")
+    task = asyncio.create_task(link.run(ear))
+    await ear.until(lambda: "loading reading" in ear.notes)
+    await link.stop()
+    await asyncio.wait_for(task, TIMEOUT_S)
+    assert ear.notes == ["loading reading"]

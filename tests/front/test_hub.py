@@ -1,0 +1,102 @@
+"""Fan-out: watchers hold an index, miss nothing, see nothing twice, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from batond.daemon.front.hub import GotRow, Hub, LiveEvent, LiveJob
+from batond.daemon.queue import Chunk
+
+TIMEOUT_S = 30.0
+
+
+def chunk(index: int) -> Chunk:
+    return Chunk(first_index=index, token_ids=[index], text=str(index))
+
+
+async def read_all(live: LiveJob) -> list[LiveEvent]:
+    seen: list[LiveEvent] = []
+    while True:
+        seen += live.events[len(seen) :]
+        if live.closed:
+            return seen
+        await live.wait_beyond(len(seen))
+
+
+async def test_every_watcher_sees_every_event_once_whenever_it_comes() -> None:
+    """R7."""
+    hub = Hub()
+    live = hub.open("t", "j", base_index=0)
+    early = [asyncio.create_task(read_all(live)) for _ in range(3)]
+    await asyncio.sleep(0)
+    live.publish([GotRow(), chunk(0)])
+    await asyncio.sleep(0)
+    late = asyncio.create_task(read_all(live))
+    for index in range(1, 50):
+        live.publish([chunk(index)])
+    hub.close("t", "j")
+    wanted = [GotRow(), *(chunk(index) for index in range(50))]
+    async with asyncio.timeout(TIMEOUT_S):
+        for watcher in (*early, late):
+            assert await watcher == wanted
+    assert await read_all(live) == wanted, "who comes after the end still reads all"
+
+
+async def test_a_watcher_that_does_not_read_delays_nobody() -> None:
+    """C4: the writer never waits, and what is kept is the job's own events."""
+    live = Hub().open("t", "j", base_index=0)
+    sleeper = asyncio.create_task(live.wait_beyond(10_000))
+    for index in range(1000):
+        live.publish([chunk(index)])
+    assert len(live.events) == 1000
+    assert not sleeper.done()
+    live.close()
+    async with asyncio.timeout(TIMEOUT_S):
+        await sleeper
+
+
+async def test_who_waits_for_a_job_is_woken_by_its_begin_and_its_end() -> None:
+    hub = Hub()
+    async with asyncio.timeout(TIMEOUT_S):
+        waiting = asyncio.create_task(hub.wait_for("t", "j", 600))
+        await asyncio.sleep(0)
+        hub.open("t", "j", base_index=0)
+        await waiting
+        await hub.wait_for("t", "j", 600)  # It runs: no wait.
+        assert hub.get("t", "j") is not None
+        assert hub.get("other", "j") is None
+        hub.close("t", "j")
+        waiting = asyncio.create_task(hub.wait_for("t", "j", 600))
+        await asyncio.sleep(0)
+        hub.close("t", "j")
+        await waiting
+
+
+async def test_waits_leave_nothing_behind() -> None:
+    """C5: neither time-outs nor cancelled watchers stay in the hub."""
+    hub = Hub()
+    await hub.wait_for("t", "j", 0.01)
+    watchers = [asyncio.create_task(hub.wait_for("t", "j", 600)) for _ in range(200)]
+    await asyncio.sleep(0)
+    for watcher in watchers:
+        watcher.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
+    assert not hub._waiting
+
+
+async def test_a_new_claim_ends_the_record_of_the_old_one() -> None:
+    hub = Hub()
+    old = hub.open("t", "j", base_index=0)
+    new = hub.open("t", "j", base_index=7)
+    assert old.closed
+    assert hub.get("t", "j") is new
+    assert new.base_index == 7
+
+
+@pytest.mark.parametrize("position", [0, 3])
+async def test_a_closed_record_makes_nobody_wait(position: int) -> None:
+    live = LiveJob(0)
+    live.close()
+    await asyncio.wait_for(live.wait_beyond(position), TIMEOUT_S)
