@@ -78,6 +78,7 @@ def _snapshot() -> Snapshot:
         prompt_tokens=3,
         prefilled_tokens=3,
         output_tokens=1,
+        max_tokens=5,
         parks=1,
         parked_bytes=10,
         held=False,
