@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 from pydantic import BaseModel
 
-from batond.clients.cli import app
+from batond.clients.cli import app as batonctl
+from batond.daemon.cli import app as batond
 from batond.daemon.config import Settings
 from batond.daemon.front.server import LIVENESS, READINESS, SATURATION
 from batond.daemon.telemetry.metrics import Metrics
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prometheus_client import Metric
+    from typer import Typer
 
 FOLDERS = "bench|clients|daemon|docs|offload|policies|proto|systemd|tests"
 #: Named as the place of results still to come.
@@ -162,13 +164,25 @@ def test_health_services_are_the_ones_served(root: Path) -> None:
 # -- commands and scripts ----------------------------------------------------------------------------------
 
 
-def test_commands_in_the_pages_exist(all_text: str) -> None:
-    commands = {
-        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+def commands(program: Typer) -> set[str]:
+    """Names of a program's commands."""
+    return {
+        command.name or command.callback.__name__
+        for command in program.registered_commands
+        if command.callback
     }
-    named = set(re.findall(r"\bbatonctl ([a-z]+)\b(?=[^\n]*)", all_text)) - {"commands"}
+
+
+def test_commands_in_the_pages_exist(all_text: str) -> None:
+    named = set(re.findall(r"\bbatonctl ([a-z]+)", all_text)) - {"commands"}
     assert {"generate", "info", "drain"} <= named
-    assert named <= commands
+    assert named <= commands(batonctl)
+    fenced = "\n".join(re.findall(r"^```\n(.*?)^```$", all_text, flags=re.MULTILINE | re.DOTALL))
+    named = {
+        *re.findall(r"`batond ([a-z-]+)", all_text),
+        *re.findall(r"^batond ([a-z-]+)", fenced, re.MULTILINE),
+    }
+    assert named == commands(batond)
 
 
 def test_every_queue_script_is_in_the_table(root: Path) -> None:
