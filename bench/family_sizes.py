@@ -116,7 +116,7 @@ SIZES: Final[dict[str, Any]] = {
     "sliding_window": 8,
     "attention_chunk_size": 8,
     "index_head_dim": 8,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # Few heads often score zero, and how topk breaks ties is not defined.
     "index_topk": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -168,7 +168,7 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "qwen4_exp": {
         "layer_types": _ALTERNATE,
-        "indexer_n_heads": 4,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
         "indexer_budget": 8,
@@ -202,13 +202,13 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
     },
     "qwen4_exp_text": {
         "layer_types": _ALTERNATE,
-        "indexer_n_heads": 4,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "dots3_note": {"adapter_in_dim": 32, "num_key_value_heads": 4, "head_dim": 16, "per_layer_config": {}},
+    "dots3_note": {"adapter_in_dim": 32, "adapter_input_size": 32, "num_key_value_heads": 4, "head_dim": 16, "per_layer_config": {}},
     "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 16, "per_layer_config": {}},
     "blt": {"encoder_hash_byte_group_vocab": 500, "patch_size": 4, "local_attention_window_len": 16},
     "xmod": {"default_language": "en_XX"},

@@ -1,61 +1,92 @@
-"""Chooses the batch for a model and proves on the model itself that the choice is exact."""
+"""Chooses how a model is served, and proves on the model itself that the choice is exact."""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from batond.daemon.engine.layout import RecordLayout
 from batond.daemon.engine.padded import PaddedBatch
+from batond.daemon.engine.probe import (
+    MODEL_ERRORS,
+    alone_error,
+    chunk_error,
+    first_line,
+    references,
+    replay_error,
+    shared_error,
+    tolerance,
+)
+from batond.daemon.engine.recipe import MaskForm, Recipe
+from batond.daemon.engine.uncached import UncachedBatch
 from batond.daemon.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers.cache_utils import Cache
+
     from batond.daemon.engine.batch import Batch
     from batond.daemon.engine.model import CausalModel
+    from batond.daemon.engine.prefill import PromptBatch
+    from batond.daemon.engine.probe import MakeBatch, Question
 
-_PROBE_LENGTHS = (5, 9)  # The query under test, and a longer batch mate: both embedding cases occur.
-_PROBE_STEPS = 4
-_RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+_BESIDE = "beside another query, parked and moved, logits stay within"
+_IN_TURN = "taking turns, logits stay within"
+_LAYOUT_SIZES = (1, 2, 2, 5)  # Rows of two forwards, then columns of both.
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How a model is served.
+
+    Attributes:
+        batch: The empty decode batch.
+        new_prefill_batch: Makes an empty batch of one row for a prompt.
+        reason: Why so.
+        chunkable: Prompts may be computed in parts; otherwise each takes one forward.
+        replay_by_step: Emitted tokens must be recomputed one by one: in one forward they come out otherwise.
+        preemption_mode: "offload", or "recompute" where a parked query keeps nothing but its tokens.
+    """
+
+    batch: Batch
+    new_prefill_batch: Callable[[], PromptBatch]
+    reason: str
+    chunkable: bool = True
+    replay_by_step: bool = False
+    preemption_mode: str = "offload"
 
 
 def probe_layout(model: CausalModel) -> RecordLayout:
-    """Read the byte layout of the model's cache from a forward over two tokens.
+    """Read the byte layout of the model's cache from two forwards of different size.
 
     Raises:
         UnsupportedModelError: The model refuses the forward, or its cache can't be described.
     """
-    cache = model.new_cache()
-    ids = torch.tensor([[1 % model.vocab_size, 2 % model.vocab_size]], device=model.device)
-    positions = torch.arange(2, device=model.device)[None]
+    rows, more_rows, columns, more_columns = _LAYOUT_SIZES
     try:
-        model.forward(ids, torch.ones_like(ids), positions, cache)
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        KeyError,
-        NotImplementedError,
-    ) as error:
+        small = _probe_cache(model, rows, columns)
+        large = _probe_cache(model, more_rows, more_columns)
+    except MODEL_ERRORS as error:
         raise UnsupportedModelError(
-            f"a forward over two tokens failed: {type(error).__name__}: {error}"
+            f"a forward over {columns} tokens failed: {type(error).__name__}: {first_line(error)}"
         ) from error
-    return RecordLayout.of(cache)
+    layout = RecordLayout.between(small, large, _LAYOUT_SIZES)
+    model.use_template(small)
+    return layout
 
 
-def choose_batch(kind: str, model: CausalModel, rows: int, layout: RecordLayout) -> tuple[Batch, str]:
-    """Make the batch that serves the model.
+def choose_batch(kind: str, model: CausalModel, rows: int, *, one_at_a_time: bool = False) -> Serving:
+    """Find a way to serve the model exactly.
 
     Args:
         kind: "auto", "padded" or "ring".
-        model: The model.
+        model: The model; its recipe is set.
         rows: Rows of the batch.
-        layout: Its cache's layout.
-
-    Returns:
-        An empty batch, and why it was chosen.
+        one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
 
     Raises:
         ConfigError: The kind is unknown, or not there yet.
@@ -65,73 +96,127 @@ def choose_batch(kind: str, model: CausalModel, rows: int, layout: RecordLayout)
         raise ConfigError('batch "ring" is not available yet: use "auto" or "padded"', batch=kind)
     if kind not in {"auto", "padded"}:
         raise ConfigError(f'batch must be "auto", "padded" or "ring", not {kind!r}', batch=kind)
-    error = _padded_error(model, layout)
-    tolerance = _RELATIVE_TOLERANCE.get(model.dtype, 1e-1)
-    if not error <= tolerance:  # NaN must not pass.
-        raise UnsupportedModelError(
-            f"a probe query's logits changed by {error:.1e} (relative; allowed {tolerance:.0e}) when it was"
-            " embedded beside another query, parked and embedded in another row",
-            model=model.name,
-        )
-    reason = f"probe: embedded and parked logits equal the undisturbed run's within {error:.1e}"
-    return PaddedBatch(model, rows, layout), reason
+    trial = _Trial(model)
+    ways = [_shared(trial, rows)]
+    if one_at_a_time:
+        ways.append(_alone(trial))
+    for serving in itertools.chain(*ways):
+        return serving
+    advice = "" if one_at_a_time else "; allow one_at_a_time to try it in a batch of one row"
+    raise UnsupportedModelError(f"no batch serves this model exactly: {trial.why}{advice}", model=model.name)
 
 
-def _padded_error(model: CausalModel, layout: RecordLayout) -> float:
-    """Largest relative difference between a disturbed and an undisturbed run of one query."""
-    mine, mate = (
-        _probe_tokens(model, length, step) for length, step in zip(_PROBE_LENGTHS, (7, 11), strict=True)
+class _Trial:
+    """Tries ways to serve a model and remembers why some failed."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self.model = model
+        self.reasons: list[str] = []
+        self._pair = references(model)
+
+    @property
+    def why(self) -> str:
+        """The reasons in one line, each once."""
+        return "; ".join(dict.fromkeys(self.reasons))
+
+    def error(self, question: Question, make: MakeBatch, what: str) -> float | None:
+        """The largest difference, if rounding explains it; else None, and a reason more."""
+        try:
+            found = question(make, self._pair)
+        except (*MODEL_ERRORS, UnsupportedModelError) as failure:
+            self.reasons.append(f"{what}: {type(failure).__name__}: {first_line(failure)}")
+            return None
+        allowed = tolerance(self.model)
+        if found <= allowed:
+            return found
+        self.reasons.append(f"{what}: logits differ by {found:.1e} from generate's (allowed {allowed:.0e})")
+        return None
+
+    def holds(self, question: Question, make: MakeBatch) -> bool:
+        """Whether a further promise holds; no reason is kept."""
+        kept = list(self.reasons)
+        holds = self.error(question, make, "") is not None
+        self.reasons = kept
+        return holds
+
+    def recipes(self) -> Iterator[tuple[str, MakeBatch]]:
+        """Every recipe that runs, set on the model, with its name and the batch that uses it."""
+        if not self.model.takes_cache:
+            return
+        for own_cache in (False, True):
+            self.model.recipe = Recipe(own_cache=own_cache)
+            try:
+                layout = probe_layout(self.model)
+            except UnsupportedModelError as error:
+                self.reasons.append(error.message)
+                continue
+            forms = [MaskForm.COLUMNS, MaskForm.FLOAT]
+            if self.model.has_windows:
+                forms.append(MaskForm.WINDOW)
+            if layout.state_slots and not layout.token_slots:
+                forms = [MaskForm.NONE]
+            for form in forms:
+                self.model.recipe = replace(self.model.recipe, mask=form)
+                yield f"padded, mask {form.value}", _padded_maker(self.model, layout)
+            return  # A cache the model takes is as good as its own.
+
+
+def _shared(trial: _Trial, rows: int) -> Iterator[Serving]:
+    """Ways in which queries share forwards, best first."""
+    for name, make in trial.recipes():
+        error = trial.error(shared_error, make, name)
+        if error is not None:
+            yield _padded(trial, make, rows, f"{name}: {_BESIDE} {error:.1e} of generate's")
+    if not trial.model.takes_cache:
+        trial.model.recipe = Recipe()
+        make = _uncached_maker(trial.model, shared=True)
+        error = trial.error(shared_error, make, "without a cache")
+        if error is not None:
+            yield _uncached(make, rows, f"the model takes no cache: {_BESIDE} {error:.1e} of generate's")
+
+
+def _alone(trial: _Trial) -> Iterator[Serving]:
+    """Ways in which each query has the model for itself."""
+    why = f"no shared batch is exact ({trial.why})"
+    for name, make in trial.recipes():
+        error = trial.error(alone_error, make, f"alone, {name}")
+        if error is not None:
+            yield _padded(trial, make, 1, f"one at a time, {why}: {_IN_TURN} {error:.1e} of generate's")
+    make = _uncached_maker(trial.model, shared=False)
+    error = trial.error(alone_error, make, "alone without a cache")
+    if error is not None:
+        reason = f"one at a time and without a cache, {why}: {_IN_TURN} {error:.1e} of generate's"
+        yield _uncached(make, 1, reason)
+
+
+def _padded(trial: _Trial, make: MakeBatch, rows: int, reason: str) -> Serving:
+    chunkable = trial.holds(chunk_error, make)
+    if not chunkable:
+        reason += "; prompts in one forward: chunks would change the result"
+    return Serving(
+        make(rows),
+        lambda: make(1),
+        reason,
+        chunkable=chunkable,
+        replay_by_step=not trial.holds(replay_error, make),
     )
-    tail = _probe_tokens(model, _PROBE_STEPS, 13)
-    try:
-        alone = _run_alone(model, layout, mine, tail)
-        disturbed = _run_disturbed(model, layout, mine, mate, tail)
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        KeyError,
-        NotImplementedError,
-    ) as error:
-        raise UnsupportedModelError(f"the probe failed: {type(error).__name__}: {error}") from error
-    return float((disturbed - alone).norm() / alone.norm())
 
 
-def _run_alone(model: CausalModel, layout: RecordLayout, mine: list[int], tail: list[int]) -> torch.Tensor:
-    """Logits of one query that never shares a batch, shape [steps, vocabulary]."""
-    solo = PaddedBatch(model, 1, layout)
-    solo.step({0: mine})
-    return torch.stack([solo.step({0: [token]})[0] for token in tail])
+def _uncached(make: MakeBatch, rows: int, reason: str) -> Serving:
+    return Serving(make(rows), lambda: make(1), reason, preemption_mode="recompute")
 
 
-def _run_disturbed(
-    model: CausalModel, layout: RecordLayout, mine: list[int], mate: list[int], tail: list[int]
-) -> torch.Tensor:
-    """The same query, prefilled in two chunks, embedded beside a mate, parked and embedded in another row."""
-    first, second, batch = (
-        PaddedBatch(model, 1, layout),
-        PaddedBatch(model, 1, layout),
-        PaddedBatch(model, 3, layout),
-    )
-    half = len(mine) // 2
-    first.step({0: mine[:half]})
-    first.step({0: mine[half:]})
-    second.step({0: mate})
-    batch.embed(0, first.extract(0))
-    logits = [batch.step({0: [tail[0]]})[0]]
-    batch.embed(1, second.extract(0))
-    logits.append(batch.step({0: [tail[1]], 1: [tail[0]]})[0])
-    parked = batch.extract(0)
-    batch.free(0)
-    batch.step({1: [tail[2]]})
-    batch.embed(2, parked)
-    logits.append(batch.step({1: [tail[3]], 2: [tail[2]]})[2])
-    batch.free(1)
-    logits.append(batch.step({2: [tail[3]]})[2])
-    return torch.stack(logits)
+def _padded_maker(model: CausalModel, layout: RecordLayout) -> MakeBatch:
+    return lambda rows: PaddedBatch(model, rows, layout)
 
 
-def _probe_tokens(model: CausalModel, count: int, stride: int) -> list[int]:
-    return [(3 + stride * place) % model.vocab_size for place in range(count)]
+def _uncached_maker(model: CausalModel, *, shared: bool) -> MakeBatch:
+    return lambda rows: UncachedBatch(model, rows, shared=shared)
+
+
+def _probe_cache(model: CausalModel, rows: int, columns: int) -> Cache:
+    ids = 1 + torch.arange(rows * columns, device=model.device).view(rows, columns) % (model.vocab_size - 1)
+    positions = torch.arange(columns, device=model.device).expand(rows, columns)
+    cache = None if model.recipe.own_cache else model.new_cache()
+    output = model.run(ids, torch.ones_like(ids), positions, cache)
+    return cache if cache is not None else model.cache_of(output)

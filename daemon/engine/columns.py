@@ -12,10 +12,18 @@ used up, one copy into a buffer of twice the live columns pays for as many steps
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
+
+if TYPE_CHECKING:
+    from batond.daemon.engine.layout import Slot
 
 _MIN_SPARE_COLUMNS = 64
 
@@ -88,24 +96,26 @@ class ColumnBuffer:
         self._buffer, self._start, self._end = buffer, 0, live
 
 
-class ColumnLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """A drop-in for transformers' dynamic and sliding-window layers that keeps every column.
+class ColumnLayerMixin:
+    """What the column layers share: keys and values, and more if need be, in column buffers.
 
     Sliding windows stay exact: transformers' mask applies the window, and the batch, not the layer,
     decides which columns live.
+
+    Attributes:
+        buffers: By the name of the layer's attribute they stand behind.
     """
 
     is_sliding = False
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    is_initialized: bool
+    dtype: torch.dtype
+    device: torch.device
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.key_columns = ColumnBuffer(axis=-2)
-        self.value_columns = ColumnBuffer(axis=-2)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:  # noqa: ARG002 - base signature
-        """Note dtype and device; nothing is allocated before the first update."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
+    def make_buffers(self) -> None:
+        """Create empty buffers."""
+        self.buffers = {"keys": ColumnBuffer(axis=-2), "values": ColumnBuffer(axis=-2)}
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
@@ -116,28 +126,98 @@ class ColumnLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
             key_states: Shape [rows, heads, new columns, key dim].
             value_states: Shape [rows, heads, new columns, value dim].
         """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys = self.key_columns.append(key_states)
-        self.values = self.value_columns.append(value_states)
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+        self.keys = self.buffers["keys"].append(key_states)
+        self.values = self.buffers["values"].append(value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
         """Live columns."""
-        return self.key_columns.columns
+        return self.buffers["keys"].columns
 
-    def refresh(self) -> None:
-        """Point `keys` and `values` at the live columns after the buffers were changed from outside."""
-        self.keys, self.values = self.key_columns.view(), self.value_columns.view()
-        self.dtype, self.device = self.keys.dtype, self.keys.device
-        self.is_initialized = True
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that `update` will return, and the index of the first."""
+        return self.get_seq_length() + query_length, 0
+
+
+class ColumnLayer(ColumnLayerMixin, DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """A drop-in for transformers' dynamic and sliding-window layers that keeps every column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make_buffers()
+
+
+class IndexedColumnLayer(ColumnLayerMixin, DynamicIndexedLayer):  # type: ignore[misc]  # transformers is untyped
+    """The same for layers that also keep keys of an indexer (sparse attention)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make_buffers()
+        self.buffers["indexer_keys"] = ColumnBuffer(axis=-2)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append columns and return all.
+
+        Args:
+            indexer_key_states: Shape [rows, new columns, dim].
+        """
+        if not self.is_indexer_initialized:
+            self.lazy_initialization_indexer(indexer_key_states)
+        self.indexer_keys = self.buffers["indexer_keys"].append(indexer_key_states)
+        return self.indexer_keys
+
+
+class HybridColumnLayer(ColumnLayerMixin, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]  # transformers is untyped
+    """The same for layers that keep a recurrent or convolution state beside keys and values."""
+
+    def __init__(self, number_of_states: int) -> None:
+        super().__init__(number_of_states=number_of_states)
+        self.make_buffers()
 
 
 def use_column_layers(cache: Cache) -> Cache:
-    """Replace a cache's plain attention layers by column layers; others stay as they are."""
-    for index, layer in enumerate(cache.layers):
-        if type(layer).__name__ in {"DynamicLayer", "DynamicSlidingWindowLayer"}:
+    """Replace a cache's attention layers by column layers; others stay as they are.
+
+    Classes of a model's own (compressed attention and the like) are left alone: they know more.
+    """
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        name = type(layer).__name__
+        if name in {"DynamicLayer", "DynamicSlidingWindowLayer"}:
             cache.layers[index] = ColumnLayer()
+        elif name == "DynamicIndexedLayer":
+            cache.layers[index] = IndexedColumnLayer()
+        elif name in {
+            "LinearAttentionAndFullAttentionLayer",
+            "LinearAttentionAndSlidingWindowAttentionLayer",
+        }:
+            cache.layers[index] = HybridColumnLayer(layer.number_of_states)
     if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
         cache.layer_class_to_replicate = ColumnLayer
     return cache
+
+
+def put(cache: Cache, slot: Slot, value: torch.Tensor) -> None:
+    """Replace one tensor of a cache by `value`, buffers included."""
+    if slot.layer >= 0:
+        layer = cache.layers[slot.layer]
+        buffer = getattr(layer, "buffers", {}).get(slot.attribute)
+        if buffer is not None:
+            buffer.set(value)
+        if slot.attribute in {"keys", "values"}:
+            layer.dtype, layer.device, layer.is_initialized = value.dtype, value.device, True
+        elif slot.attribute == "indexer_keys":
+            layer.indexer_dtype, layer.indexer_device = value.dtype, value.device
+            layer.is_indexer_initialized = True
+    slot.place.set(cache, value)
+
+
+def release(cache: Cache, slot: Slot, count: int) -> None:
+    """Give back the `count` oldest columns of one tensor."""
+    buffer = getattr(cache.layers[slot.layer], "buffers", {}).get(slot.attribute) if slot.layer >= 0 else None
+    if buffer is not None:
+        buffer.release(count)
+        slot.place.set(cache, buffer.view())
+        return
+    live = slot.tensor(cache)
+    slot.place.set(cache, live.narrow(slot.column_axis, count, live.shape[slot.column_axis] - count))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batond.daemon.engine.tensors import Index, Place, axes, places
 from batond.daemon.errors import UnsupportedModelError
 from batond.offload.slice import KVSlice
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 ALIGNMENT_BYTES = 16  # Widest vector load of a GPU thread; every dtype divides it.
-TOKEN_ATTRIBUTES = ("keys", "values")
-STATE_ATTRIBUTES = ("conv_states", "recurrent_states")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +31,50 @@ class Slot:
     """Where one tensor of one layer lies.
 
     Attributes:
-        layer: Index in `cache.layers`.
+        layer: Index in `cache.layers`, or -1 for a tensor on the cache itself.
         attribute: Name of the tensor on the layer.
-        index: Key in the attribute's dictionary of states, or -1 if it is the tensor itself.
+        index: Key in the attribute's container of states, or -1 if it is the tensor itself.
         shape: Of one token ([heads, dim]) or of one row's state.
         dtype: Of the tensor.
         offset: First byte in the record, or in the state.
         nbytes: Length without padding.
+        row_axis: The tensor's axis of rows.
+        column_axis: The tensor's axis of columns; -1 for state.
     """
 
     layer: int
     attribute: str
-    index: int
+    index: Index
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
     nbytes: int
+    row_axis: int = 0
+    column_axis: int = -1
+
+    @property
+    def place(self) -> Place:
+        """Where the cache keeps the tensor."""
+        return Place(self.layer, self.attribute, self.index)
 
     def tensor(self, cache: Cache) -> torch.Tensor:
-        """The live tensor of all rows: [rows, heads, columns, dim], or [rows, *shape] for state."""
-        value = getattr(cache.layers[self.layer], self.attribute)
-        found: torch.Tensor = value if self.index < 0 else value[self.index]
-        return found
+        """The live tensor of all rows, e.g. [rows, heads, columns, dim], or [rows, *shape] for state."""
+        return self.place.get(cache)
+
+    def row(self, cache: Cache, row: int) -> torch.Tensor:
+        """One row's part, a view: [columns, *shape] of a token slot, [*shape] of a state."""
+        part = self.tensor(cache).select(self.row_axis, row)
+        if self.column_axis < 0:
+            return part
+        return part.movedim(self.column_axis - (self.column_axis > self.row_axis), 0)
+
+    def zeros(self, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+        """What the tensor is before anything was computed."""
+        shape = list(self.shape)
+        axes = [(self.row_axis, rows)] + [(self.column_axis, columns)] * (self.column_axis >= 0)
+        for axis, size in sorted(axes):
+            shape.insert(axis, size)
+        return torch.zeros(shape, dtype=self.dtype, device=device)
 
 
 class RecordLayout:
@@ -74,71 +95,90 @@ class RecordLayout:
         self.state_bytes = _end(state_slots)
         self.digest = hashlib.sha256(repr((token_slots, state_slots)).encode()).hexdigest()[:16]
 
+    @property
+    def keys_and_values_only(self) -> bool:
+        """Whether every token slot is a layer's keys or values, shape [rows, heads, columns, dim]."""
+        return all(
+            slot.layer >= 0
+            and slot.attribute in {"keys", "values"}
+            and (slot.row_axis, slot.column_axis) == (0, 2)
+            for slot in self.token_slots
+        )
+
     @classmethod
-    def of(cls, cache: Cache) -> RecordLayout:
-        """Read the layout from a cache that has seen a forward of one row.
+    def between(cls, small: Cache, large: Cache, sizes: tuple[int, int, int, int]) -> RecordLayout:
+        """Read the layout from two caches: what grew with the columns is per token, with the rows per row.
+
+        Args:
+            small: After a forward of few rows and columns.
+            large: After a forward of more of both.
+            sizes: Rows of both, then columns of both; all different.
 
         Raises:
             UnsupportedModelError: The cache holds something that is neither per token nor per row.
         """
         tokens: list[Slot] = []
         states: list[Slot] = []
-        for number, layer in enumerate(getattr(cache, "layers", ())):
-            for attribute in TOKEN_ATTRIBUTES:
-                tensor = getattr(layer, attribute, None)
-                if tensor is None:
-                    continue
-                if tensor.ndim != 4:  # noqa: PLR2004 - [rows, heads, columns, dim]
-                    raise UnsupportedModelError(
-                        f"cache layer {number} ({type(layer).__name__}) holds {attribute} of shape"
-                        f" {tuple(tensor.shape)}, not [rows, heads, columns, dim]"
-                    )
-                place = (number, attribute, -1)
-                tokens.append(_slot(place, (tensor.shape[1], tensor.shape[3]), tensor, _end(tokens)))
-            for attribute in STATE_ATTRIBUTES:
-                held: dict[int, torch.Tensor | None] = getattr(layer, attribute, None) or {}
-                for index, tensor in held.items():
-                    if tensor is not None:
-                        place = (number, attribute, index)
-                        states.append(_slot(place, tuple(tensor.shape[1:]), tensor, _end(states)))
+        first, second = places(small), places(large)
+        if set(first) != set(second):
+            odd = sorted({place.attribute for place in set(first) ^ set(second)})
+            raise UnsupportedModelError(f"the cache holds {', '.join(odd)} after some forwards only")
+        for place, tensor in first.items():
+            found = axes(place, tensor, second[place], sizes)
+            if found.row is None:
+                continue  # A constant of the class.
+            kind = states if found.column is None else tokens
+            shape = tuple(
+                size for axis, size in enumerate(tensor.shape) if axis not in {found.row, found.column}
+            )
+            nbytes = tensor.element_size() * math.prod(shape)
+            column = -1 if found.column is None else found.column
+            kind.append(
+                Slot(
+                    place.layer,
+                    place.attribute,
+                    place.index,
+                    shape,
+                    tensor.dtype,
+                    _end(kind),
+                    nbytes,
+                    found.row,
+                    column,
+                )
+            )
         if not tokens and not states:
             raise UnsupportedModelError("the model's cache holds no keys, values or states after a forward")
         return cls(tuple(tokens), tuple(states))
 
-    def pack(self, cache: Cache, row: int, columns: torch.Tensor | slice) -> KVSlice:
+    def pack(self, cache: Cache, row: int, columns: torch.Tensor) -> KVSlice:
         """Copy one row out of a cache.
 
         Args:
             cache: Live cache.
             row: Its row.
-            columns: Which columns, oldest first: a slice, or an index tensor.
+            columns: Which columns, oldest first: an index tensor.
         """
         device = (self.token_slots or self.state_slots)[0].tensor(cache).device
-        parts = [(slot, slot.tensor(cache)[row][:, columns]) for slot in self.token_slots]
-        count = parts[0][1].shape[1] if parts else 0
+        parts = [(slot, slot.row(cache, row)[columns]) for slot in self.token_slots]
+        count = int(columns.shape[0])
         tokens = torch.zeros(count, self.record_bytes, dtype=torch.uint8, device=device)
         for slot, part in parts:
-            flat = part.transpose(0, 1).reshape(count, -1)
-            tokens[:, slot.offset : slot.offset + slot.nbytes] = flat.view(torch.uint8)
+            tokens[:, slot.offset : slot.offset + slot.nbytes] = part.reshape(count, -1).view(torch.uint8)
         state = torch.zeros(self.state_bytes, dtype=torch.uint8, device=device)
         for slot in self.state_slots:
-            flat = slot.tensor(cache)[row].reshape(-1)
+            flat = slot.row(cache, row).reshape(-1)
             state[slot.offset : slot.offset + slot.nbytes] = flat.view(torch.uint8)
         return KVSlice(tokens, state)
 
     def token_part(self, slot: Slot, kv: KVSlice) -> torch.Tensor:
-        """One slot of a slice as the model knows it, shape [heads, n, dim]."""
+        """One slot of a slice as the model knows it, shape [n, *slot.shape]."""
         raw = kv.tokens[:, slot.offset : slot.offset + slot.nbytes].contiguous()
-        return raw.view(slot.dtype).view(-1, *slot.shape).transpose(0, 1)
+        return raw.view(slot.dtype).view(-1, *slot.shape)
 
     def state_part(self, slot: Slot, kv: KVSlice) -> torch.Tensor:
         """One state of a slice, in the slot's shape."""
         raw = kv.state[slot.offset : slot.offset + slot.nbytes].contiguous()
         return raw.view(slot.dtype).view(slot.shape)
-
-
-def _slot(place: tuple[int, str, int], shape: tuple[int, ...], tensor: torch.Tensor, offset: int) -> Slot:
-    return Slot(*place, shape, tensor.dtype, offset, tensor.element_size() * math.prod(shape))
 
 
 def _end(slots: tuple[Slot, ...] | list[Slot]) -> int:

@@ -13,9 +13,8 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from batond.daemon.engine.build import choose_batch, probe_layout
+from batond.daemon.engine.build import choose_batch
 from batond.daemon.engine.model import CausalModel, load_model
-from batond.daemon.engine.padded import PaddedBatch
 from batond.daemon.engine.params import SamplingParams
 from batond.daemon.engine.query import Query
 from batond.daemon.engine.residency import Residency
@@ -80,11 +79,14 @@ class LocalEngine:
         kv_budget_bytes: Bytes of KV the batch may hold; None is no bound.
         classes: SLA classes; None takes the defaults.
         limits: Quantum and park cap; None takes the defaults.
+        one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
         poison: Fill given-back host memory with NaN patterns (tests).
 
     Attributes:
-        batch_kind: "padded" or "ring".
+        rows: Rows of the batch; 1 where queries must take turns.
+        batch_kind: "padded", "ring" or "uncached".
         batch_reason: Why.
+        chunkable: Whether a prompt may be computed in parts, and a kept slice be extended by a prompt.
         preemption_mode: "offload" or "recompute".
         queries: Live queries by id.
         counters: Monotonic counts since the start.
@@ -113,6 +115,7 @@ class LocalEngine:
         kv_budget_bytes: int | None = None,
         classes: SlaClasses | None = None,
         limits: PlannerLimits | None = None,
+        one_at_a_time: bool = False,
         poison: bool = False,
     ) -> None:
         _check_arguments(rows=rows, prefill=prefill, chunk_tokens=chunk_tokens)
@@ -129,20 +132,27 @@ class LocalEngine:
         self._ready_limit = 0 if self._inline else ready_limit
         self._kv_budget_bytes = kv_budget_bytes
         self.classes = classes or SlaClasses()
-        layout = probe_layout(self.model)
-        if self._inline and (layout.state_slots or self.model.has_windows):
+        serving = choose_batch(batch, self.model, rows, one_at_a_time=one_at_a_time)
+        if self._inline and (
+            serving.batch.layout.state_slots or self.model.has_windows or not serving.chunkable
+        ):
             raise UnsupportedModelError(
                 "inline prefill leaves gaps that sliding windows or recurrent state count"
             )
-        chosen, self.batch_reason = choose_batch(batch, self.model, rows, layout)
-        self.batch_kind = chosen.kind
-        self.preemption_mode = "offload"
+        self.rows = serving.batch.rows
+        self.batch_kind, self.batch_reason = serving.batch.kind, serving.reason
+        self.preemption_mode = serving.preemption_mode
+        self.chunkable = serving.chunkable
+        if not self.chunkable:
+            self._chunk_tokens = None
         on_cuda = self.model.device.type == "cuda"
         pool = HostPool(host_pool_bytes, pin=on_cuda)
         if on_cuda:
             pool.warm_up()  # Page-locks in the background; parks before that use what is ready.
         store = ParkedStore(pool, copier_for(self.model.device), poison=poison)
-        self.residency = Residency(chosen, lambda: PaddedBatch(self.model, 1, layout), store)
+        self.residency = Residency(
+            serving.batch, serving.new_prefill_batch, store, replay_by_step=serving.replay_by_step
+        )
         self.planner = Planner(
             load_policy(policy) if isinstance(policy, str) else policy, limits or PlannerLimits()
         )

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
-from batond.daemon.engine.columns import use_column_layers
+from batond.daemon.engine.columns import put, use_column_layers
+from batond.daemon.engine.positions import RowPositions
+from batond.daemon.engine.recipe import Recipe, make_mask
 from batond.daemon.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from batond.daemon.engine.layout import RecordLayout
 
 DEFAULT_MAX_QUERY_TOKENS = 2048  # For models that name no longest context.
 _LENGTH_ATTRIBUTES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
@@ -32,6 +37,8 @@ class CausalModel:
         eos_token_ids: Ids that end a generation.
         max_context_tokens: Longest context the model was made for.
         has_windows: Whether some layer attends to a sliding window only.
+        window_tokens: The widest sliding window, 0 without one.
+        recipe: How a forward is asked of this model; chosen by probing.
     """
 
     def __init__(self, model: Any, device: str | torch.device) -> None:
@@ -43,10 +50,13 @@ class CausalModel:
         # transformers 5.24 renamed the keyword.
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        if self._cache_keyword not in parameters and not takes_any:
-            raise UnsupportedModelError(f"{type(model).__name__} takes no cache")
+        self.takes_cache = self._cache_keyword in parameters
+        self._takes_mask = "attention_mask" in parameters
         self._takes_positions = "position_ids" in parameters or takes_any
         self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._row_positions = RowPositions(model) if "position_ids" not in parameters else None
+        self.recipe = Recipe()
+        self._template: Cache | None = None
         text_config = self.config.get_text_config(decoder=True)
         self.vocab_size = int(text_config.vocab_size)
         self.eos_token_ids = _eos_token_ids(model)
@@ -55,7 +65,8 @@ class CausalModel:
             DEFAULT_MAX_QUERY_TOKENS,
         )
 
-        self.has_windows = any(getattr(layer, "is_sliding", False) for layer in self._dynamic_cache().layers)
+        self.window_tokens = self._widest_window()
+        self.has_windows = self.window_tokens > 0
 
     @property
     def name(self) -> str:
@@ -76,11 +87,42 @@ class CausalModel:
         """An empty cache whose attention layers keep every column."""
         return use_column_layers(self._dynamic_cache())
 
+    def use_template(self, cache: Cache) -> None:
+        """Take a cache that has seen a forward as the pattern of `blank_cache`."""
+        self._template = copy.deepcopy(cache)
+
+    def blank_cache(self, layout: RecordLayout, rows: int, columns: int) -> Cache:
+        """A cache as if it had seen `columns` columns, with everything zero.
+
+        Args:
+            layout: Says which of its tensors to make.
+            rows: Rows of the new cache.
+            columns: Columns of the new cache.
+        """
+        if self._template is None:
+            raise RuntimeError("the layout was not probed")
+        cache = use_column_layers(copy.deepcopy(self._template))
+        for slot in (*layout.token_slots, *layout.state_slots):
+            put(cache, slot, slot.zeros(rows, columns, self.device))
+        for layer in getattr(cache, "layers", ()):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                _note_states(layer)
+        return cache
+
     def _dynamic_cache(self) -> Cache:
         try:
             return DynamicCache(config=self.config)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UnsupportedModelError(f"transformers can't make a cache for this model: {error}") from error
+
+    def _widest_window(self) -> int:
+        try:
+            layers = self._dynamic_cache().layers
+        except UnsupportedModelError:
+            return 0
+        return max(
+            (int(layer.sliding_window) for layer in layers if getattr(layer, "is_sliding", False)), default=0
+        )
 
     def forward(
         self,
@@ -103,19 +145,46 @@ class CausalModel:
         Returns:
             float32, shape [rows, vocabulary], or [rows, new columns, vocabulary].
         """
-        arguments: dict[str, Any] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            self._cache_keyword: cache,
-            "use_cache": True,
-        }
+        output = self.run(input_ids, attention_mask, position_ids, cache, all_positions=all_positions)
+        logits: torch.Tensor = output.logits
+        return (logits if all_positions else logits[:, -1]).float()
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: Cache | None,
+        *,
+        all_positions: bool = False,
+    ) -> Any:
+        """As `forward`, but returns the model's whole output; `cache_of` finds the cache in it."""
+        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": self.takes_cache}
+        if self._takes_mask:
+            mask = make_mask(
+                self.recipe.mask, attention_mask, input_ids.shape[1], self.window_tokens, self.dtype
+            )
+            arguments["attention_mask"] = mask
+        if cache is not None:
+            arguments[self._cache_keyword] = cache
         if self._takes_positions:
             arguments["position_ids"] = position_ids
         if self._takes_logits_to_keep and not all_positions:
             arguments["logits_to_keep"] = 1
-        with torch.no_grad():
-            logits: torch.Tensor = self.model(**arguments).logits
-        return (logits if all_positions else logits[:, -1]).float()
+        own = self._row_positions.given(position_ids) if self._row_positions else contextlib.nullcontext()
+        with torch.no_grad(), own:
+            return self.model(**arguments)
+
+    def cache_of(self, output: Any) -> Cache:
+        """The cache in a model's output.
+
+        Raises:
+            UnsupportedModelError: There is none.
+        """
+        cache = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
+        if cache is None:
+            raise UnsupportedModelError("the model returns no cache")
+        return cache
 
 
 def load_model(
@@ -176,3 +245,17 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
     if found is None:
         return frozenset()
     return frozenset(int(i) for i in found) if isinstance(found, (list, tuple)) else frozenset({int(found)})
+
+
+def _note_states(layer: Any) -> None:
+    """Mark a recurrent layer's states as present and as this cache's own."""
+    for index, state in layer.conv_states.items():
+        if state is not None:
+            layer.conv_kernel_size[index] = state.shape[-1]
+            layer.device, layer.dtype = state.device, state.dtype
+    for index, state in layer.recurrent_states.items():
+        if state is not None:
+            layer.device, layer.dtype = state.device, state.dtype
+        layer.has_previous_state[index] = True
+        layer.is_conv_states_initialized[index] = layer.conv_states[index] is not None
+        layer.is_recurrent_states_initialized[index] = state is not None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batond.daemon.engine.columns import ColumnLayer
+from batond.daemon.engine.columns import put, release
 from batond.daemon.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from transformers.cache_utils import Cache
 
-    from batond.daemon.engine.layout import RecordLayout, Slot
+    from batond.daemon.engine.layout import RecordLayout
     from batond.daemon.engine.model import CausalModel
     from batond.offload.slice import KVSlice
 
@@ -73,16 +73,16 @@ class PaddedBatch:
         self._require_idle(row)
         count = kv.n_tokens
         if self._cache is None:
-            self._cache = self._new_cache(count)
+            self._cache = self._model.blank_cache(self.layout, self.rows, count)
             self._mask = self._mask.new_zeros(self.rows, count)
         elif count > self.columns:
             self._prepend(count - self.columns)
         for slot in self.layout.token_slots:
-            target = slot.tensor(self._cache)[row]
-            target[:, : self.columns - count] = 0
-            target[:, self.columns - count :] = self.layout.token_part(slot, kv)
+            target = slot.row(self._cache, row)
+            target[: self.columns - count] = 0
+            target[self.columns - count :] = self.layout.token_part(slot, kv)
         for slot in self.layout.state_slots:
-            slot.tensor(self._cache)[row] = self.layout.state_part(slot, kv)
+            slot.row(self._cache, row).copy_(self.layout.state_part(slot, kv))
         self._mask[row] = False
         self._mask[row, self.columns - count :] = True
         self._lengths[row] = count
@@ -129,14 +129,18 @@ class PaddedBatch:
             self._lengths[row] = first + len(new)
         device = self._model.device
         self._mask = torch.cat([self._mask, fresh.to(device)], dim=1)
-        if self._cache is None:
+        if self._cache is None and not self._model.recipe.own_cache:
             self._cache = self._model.new_cache()
         # Idle rows see their own newest column: attention over nothing at all is not defined.
         seen = self._mask.long()
         seen[:, -1] = 1
-        return self._model.forward(
+        output = self._model.run(
             input_ids.to(device), seen, position_ids.to(device), self._cache, all_positions=all_positions
         )
+        if self._cache is None:
+            self._cache = self._model.cache_of(output)
+        logits: torch.Tensor = output.logits
+        return (logits if all_positions else logits[:, -1]).float()
 
     def check_integrity(self) -> None:
         """Raise AssertionError where mask, lengths and cache contradict each other."""
@@ -147,38 +151,18 @@ class PaddedBatch:
             return
         for slot in self.layout.token_slots:
             shape = slot.tensor(self._cache).shape
-            if (shape[0], shape[2]) != (self.rows, self.columns):
+            if (shape[slot.row_axis], shape[slot.column_axis]) != (self.rows, self.columns):
                 raise AssertionError(f"{slot}: {tuple(shape)} in a batch of {self.rows} x {self.columns}")
         if self.columns and not bool(self._mask[:, 0].any()):
             raise AssertionError("leading columns were not released")
-
-    def _new_cache(self, columns: int) -> Cache:
-        """A cache of all rows whose columns are zero."""
-        cache = self._model.new_cache()
-        device = self._model.device
-        for slot in self.layout.token_slots:
-            heads, dim = slot.shape
-            zeros = torch.zeros(self.rows, heads, columns, dim, dtype=slot.dtype, device=device)
-            self._write(cache, slot, zeros)
-        for slot in self.layout.state_slots:
-            layer = cache.layers[slot.layer]
-            zeros = torch.zeros(self.rows, *slot.shape, dtype=slot.dtype, device=device)
-            getattr(layer, slot.attribute)[slot.index] = zeros
-            getattr(layer, f"is_{slot.attribute}_initialized")[slot.index] = True
-            layer.has_previous_state[slot.index] = True
-            if slot.attribute == "conv_states":
-                layer.conv_kernel_size[slot.index] = slot.shape[-1]
-            layer.device, layer.dtype = device, slot.dtype
-        return cache
 
     def _prepend(self, count: int) -> None:
         """Left-pad all rows by `count` columns."""
         if self._cache is None:
             raise RuntimeError("an empty batch needs no padding")
         for slot in self.layout.token_slots:
-            live = slot.tensor(self._cache)
-            zeros = live.new_zeros(*live.shape[:2], count, live.shape[3])
-            self._write(self._cache, slot, torch.cat([zeros, live], dim=2))
+            padding = slot.zeros(self.rows, count, self.device)
+            put(self._cache, slot, torch.cat([padding, slot.tensor(self._cache)], dim=slot.column_axis))
         self._mask = torch.cat([self._mask.new_zeros(self.rows, count), self._mask], dim=1)
 
     def _release(self, count: int) -> None:
@@ -186,24 +170,8 @@ class PaddedBatch:
         if not count or self._cache is None:
             return
         for slot in self.layout.token_slots:
-            layer = self._cache.layers[slot.layer]
-            if isinstance(layer, ColumnLayer):
-                buffer = layer.key_columns if slot.attribute == "keys" else layer.value_columns
-                buffer.release(count)
-                setattr(layer, slot.attribute, buffer.view())
-            else:
-                setattr(layer, slot.attribute, slot.tensor(self._cache)[:, :, count:])
+            release(self._cache, slot, count)
         self._mask = self._mask[:, count:]
-
-    @staticmethod
-    def _write(cache: Cache, slot: Slot, value: torch.Tensor) -> None:
-        """Replace one tensor of the cache by `value`."""
-        layer = cache.layers[slot.layer]
-        if isinstance(layer, ColumnLayer):
-            buffer = layer.key_columns if slot.attribute == "keys" else layer.value_columns
-            buffer.set(value)
-        setattr(layer, slot.attribute, value)
-        layer.dtype, layer.device, layer.is_initialized = value.dtype, value.device, True
 
     def _require_idle(self, row: int) -> None:
         if self._lengths[row]:

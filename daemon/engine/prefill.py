@@ -31,10 +31,15 @@ class Prefill:
     Args:
         batch: An empty batch of one row.
         kv: What was computed before and parked; None starts from nothing.
+        together_tokens: Tokens behind these are computed one by one; None computes every chunk in one
+            forward.
     """
 
-    def __init__(self, batch: PromptBatch, kv: KVSlice | None = None) -> None:
+    def __init__(
+        self, batch: PromptBatch, kv: KVSlice | None = None, *, together_tokens: int | None = None
+    ) -> None:
         self._batch = batch
+        self._together_tokens = together_tokens
         if kv is not None:
             batch.embed(0, kv)
 
@@ -52,7 +57,13 @@ class Prefill:
         Returns:
             float32 logits after the last of them, shape [vocabulary].
         """
-        return self._batch.step({0: token_ids})[0]
+        head = token_ids
+        if self._together_tokens is not None:
+            head = token_ids[: max(self._together_tokens - self.done_tokens, 1)]
+        logits = self._batch.step({0: head})[0]
+        for token in token_ids[len(head) :]:
+            logits = self._batch.step({0: [token]})[0]
+        return logits
 
     def run_noting(self, token_ids: Sequence[int], note: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
         """Compute the next chunk in parts and show the logits behind each of its tokens.

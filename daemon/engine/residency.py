@@ -32,14 +32,21 @@ class Residency:
         batch: The decode batch.
         new_prefill_batch: Makes an empty batch of one row.
         store: Parked slices.
+        replay_by_step: Emitted tokens are recomputed one by one, as they were computed first.
 
     Attributes:
         by_row: Owner of each row.
     """
 
     def __init__(
-        self, batch: Batch, new_prefill_batch: Callable[[], PromptBatch], store: ParkedStore
+        self,
+        batch: Batch,
+        new_prefill_batch: Callable[[], PromptBatch],
+        store: ParkedStore,
+        *,
+        replay_by_step: bool = False,
     ) -> None:
+        self._replay_by_step = replay_by_step
         self.batch = batch
         self.store = store
         self.by_row: list[Query | None] = [None] * batch.rows
@@ -54,7 +61,8 @@ class Residency:
         """The query's prompt computation: under way, parked half done, or new."""
         if query.prefill is None:
             parked = self._load(query) if query.on_host_tokens else None
-            query.prefill = Prefill(self._new_prefill_batch(), parked)
+            together = len(query.prompt_token_ids) if self._replay_by_step else None
+            query.prefill = Prefill(self._new_prefill_batch(), parked, together_tokens=together)
             if parked is not None:
                 self._discard(query)
         return query.prefill

@@ -1,0 +1,209 @@
+"""Asks the model itself whether a way to serve it is exact.
+
+The criterion is transformers' own `generate`, alone: two queries are generated there, then served by the
+batch under test beside each other, parked and embedded elsewhere, and their logits compared step by step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batond.daemon.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from batond.daemon.engine.batch import Batch
+    from batond.daemon.engine.model import CausalModel
+    from batond.daemon.engine.prefill import PromptBatch
+    from batond.offload.slice import KVSlice
+
+#: What transformers' models raise when they are asked for what they can't do.
+MODEL_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    KeyError,
+    NotImplementedError,
+)
+_PROMPT_TOKENS = (5, 13)  # The query under test, and a longer mate: both embedding cases occur.
+_STEPS = 12
+_LONGEST_WINDOW_TOKENS = 512  # A wider window is too dear to be crossed at every start.
+_RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One query as transformers generates it alone.
+
+    Attributes:
+        prompt: Its prompt.
+        tokens: What was generated.
+        logits: float32, shape [len(tokens), vocabulary]: entry i stands behind prompt + tokens[:i].
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logits: torch.Tensor
+
+
+#: Makes an empty batch of that many rows.
+MakeBatch = Callable[[int], "PromptBatch"]
+#: Returns the largest relative difference between a way of serving and the references.
+Question = Callable[[MakeBatch, tuple[Reference, Reference]], float]
+
+
+def tolerance(model: CausalModel) -> float:
+    """Largest relative difference of logits that rounding explains."""
+    return _RELATIVE_TOLERANCE.get(model.dtype, 1e-1)
+
+
+def references(model: CausalModel) -> tuple[Reference, Reference]:
+    """The two probe queries; the second one's prompt is longer than the sliding window, if that is small.
+
+    Raises:
+        UnsupportedModelError: The model can't generate.
+    """
+    short, long = _PROMPT_TOKENS
+    if 0 < model.window_tokens <= _LONGEST_WINDOW_TOKENS:
+        long = max(long, model.window_tokens + 4)
+    room = model.max_context_tokens - _STEPS - 1
+    return _generate(model, min(short, room), 7), _generate(model, min(long, room), 11)
+
+
+def shared_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
+    """Largest relative difference of two queries served beside each other, one parked and moved."""
+    mine, mate = (_Life(reference) for reference in pair)
+    batch = make(3)
+    batch.embed(0, mine.prefill(make(1)))
+    _advance(batch, {0: mine}, 2)
+    batch.embed(1, mate.prefill(make(1)))
+    _advance(batch, {0: mine, 1: mate}, 3)
+    parked = _take(batch, 0)
+    _advance(batch, {1: mate}, 2)
+    batch.embed(2, parked)
+    _advance(batch, {1: mate, 2: mine}, 2)
+    batch.free(1)
+    _advance(batch, {2: mine}, mine.left)
+    return max(mine.error, mate.error, key=_nan_first)
+
+
+def alone_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
+    """The same for queries that take turns in a batch of one row."""
+    mine, mate = (_Life(reference) for reference in pair)
+    batch = make(1)
+    batch.embed(0, mine.prefill(make(1)))
+    _advance(batch, {0: mine}, 3)
+    parked = _take(batch, 0)
+    batch.embed(0, mate.prefill(make(1)))
+    _advance(batch, {0: mate}, 4)
+    batch.free(0)
+    batch.embed(0, parked)
+    _advance(batch, {0: mine}, mine.left)
+    return max(mine.error, mate.error, key=_nan_first)
+
+
+def chunk_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
+    """Largest relative difference of prompts computed in chunks, parked between two of them."""
+    worst = 0.0
+    for reference in pair:
+        life, batch = _Life(reference), make(1)
+        length = len(reference.prompt)
+        bounds = sorted({0, 1, length // 2, length - 1, length})  # Single tokens at both ends, too.
+        for first, last in itertools.pairwise(bounds):
+            kv = batch.extract(0) if first else None
+            if kv is not None:
+                batch = make(1)
+                batch.embed(0, kv)
+            logits = batch.step({0: reference.prompt[first:last]})
+        life.note(logits[0])
+        _advance(batch, {0: life}, 3)
+        worst = max(worst, life.error, key=_nan_first)
+    return worst
+
+
+def replay_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
+    """Largest relative difference when prompt and output so far are computed in one forward."""
+    worst = 0.0
+    for reference in pair:
+        life, batch = _Life(reference, done=_STEPS // 2 - 1), make(1)
+        life.note(batch.step({0: [*reference.prompt, *reference.tokens[: life.done + 1]]})[0])
+        _advance(batch, {0: life}, life.left)
+        worst = max(worst, life.error, key=_nan_first)
+    return worst
+
+
+class _Life:
+    """One probe query on its way through batches."""
+
+    def __init__(self, reference: Reference, done: int = -1) -> None:
+        self.reference = reference
+        self.done = done  # Index of the newest logits noted.
+        self.error = 0.0
+
+    @property
+    def left(self) -> int:
+        return len(self.reference.tokens) - 1 - self.done
+
+    def prefill(self, batch: PromptBatch) -> KVSlice:
+        self.note(batch.step({0: self.reference.prompt})[0])
+        return batch.extract(0)
+
+    def note(self, logits: torch.Tensor) -> None:
+        self.done += 1
+        expected = self.reference.logits[self.done]
+        error = float((logits - expected).norm() / expected.norm())
+        self.error = max(self.error, error, key=_nan_first)
+
+
+def _advance(batch: Batch, lives: dict[int, _Life], steps: int) -> None:
+    for _ in range(steps):
+        logits = batch.step({row: [life.reference.tokens[life.done]] for row, life in lives.items()})
+        for row, life in lives.items():
+            life.note(logits[row])
+
+
+def _take(batch: Batch, row: int) -> KVSlice:
+    kv = batch.extract(row)
+    batch.free(row)
+    return kv
+
+
+def _nan_first(error: float) -> float:
+    """Sorts what is not a number behind everything: it must never pass for a small error."""
+    return error if error == error else float("inf")  # noqa: PLR0124 - NaN alone differs from itself
+
+
+def _generate(model: CausalModel, prompt_tokens: int, stride: int) -> Reference:
+    prompt = [(3 + stride * place + place * place) % model.vocab_size for place in range(prompt_tokens)]
+    ids = torch.tensor([prompt], device=model.device)
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": _STEPS,
+        "min_new_tokens": None,
+        "do_sample": False,
+        "num_beams": 1,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    try:
+        out = model.model.generate(ids, **options)
+    except MODEL_ERRORS as error:
+        raise UnsupportedModelError(
+            f"transformers' own generate fails: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    logits = torch.stack([step[0] for step in out.logits]).float()
+    return Reference(prompt, out.sequences[0, len(prompt) :].tolist(), logits)
+
+
+def first_line(error: Exception) -> str:
+    """An exception's message without what follows its first line."""
+    return str(error).split("\n", 1)[0]
