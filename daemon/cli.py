@@ -46,9 +46,9 @@ def _version(value: bool) -> None:  # noqa: FBT001 - typer's callback
 
 @app.callback()
 def _root(
-    version: Annotated[
+    version: Annotated[  # noqa: FBT002 - typer wants a default
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
-    ] = False,  # noqa: FBT002 - typer wants a default
+    ] = False,
 ) -> None:
     """A preemptive multi-tenant scheduling daemon for LLM inference."""
 

@@ -235,7 +235,7 @@ class QueueSettings(_Section):
     """
 
     url: SecretStr = SecretStr("")
-    state_dir: Path = Field(default_factory=lambda: state_dir() / "redis")
+    state_dir: Path = Field(default_factory=state_dir)
     lease_s: Seconds = 10.0
     max_queued: int = Field(default=10_000, ge=1)
     result_ttl_s: int = Field(default=3600, ge=1)

@@ -23,7 +23,7 @@ from batond.daemon.front.hub import Hub
 from batond.daemon.front.identity import Identities
 from batond.daemon.front.jobs import JobServicer
 from batond.daemon.front.requests import Limits, RequestReader
-from batond.daemon.front.server import build_server, keep_health
+from batond.daemon.front.server import build_server, keep_health, open_sockets
 from batond.daemon.front.state import DaemonState
 from batond.daemon.front.text import load_tokenizer
 from batond.daemon.queue import EmbeddedRedis, JobStore, LeaseKeeper, check_server, open_async, open_sync
@@ -184,6 +184,7 @@ class _Front:
             reader=RequestReader(tokenizer, classes, limits),
             metrics=self._metrics,
             result_ttl_s=queue.result_ttl_s,
+            max_message_bytes=settings.server.max_message_bytes,
         )
         self._admin = AdminServicer(
             calls=calls,
@@ -211,6 +212,7 @@ class _Front:
         ]
         try:
             await server.start()
+            open_sockets(self._settings.server.listen)
             self._serve_metrics()
             notifier.ready(f"serving {self._state.ready.model}")
             _log.info("serving", listen=list(self._settings.server.listen))

@@ -33,7 +33,11 @@ class Calls:
             tenant = self._identities.identify(context.invocation_metadata())
             bind_ids(rpc=method, tenant=tenant.name)
             return await handle(tenant)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                # Nobody cancelled this call: something inside was, and the client would wait for ever.
+                await self._refuse(method, context, RuntimeError(f"cancelled inside: {error!r}"))
             raise  # The client is gone, or the server ends: gRPC knows.
         except Exception as error:  # noqa: BLE001 - nothing may leave without a status
             await self._refuse(method, context, error)

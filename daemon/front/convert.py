@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from batond.daemon.front.follow import InLine
+from batond.daemon.front.held import job_of
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.front.status import code_of_reason
 from batond.daemon.queue import Chunk, JobState
-from batond.daemon.queue.keys import split_ref
 from batond.daemon.wire.messages import QueryState
 from batond.v1 import admin_pb2, types_pb2
 
@@ -170,14 +170,14 @@ def snapshot(shot: Snapshot, queued_jobs: int) -> admin_pb2.BatchSnapshot:
     for row in shot.rows:
         entry = batch.rows.add(row=row.row)
         if row.query_id:
-            entry.job_id = split_ref(row.query_id)[1]
+            entry.job_id = job_of(row.query_id)[1]
             entry.tenant, entry.sla_class = row.tenant, row.sla_class
             entry.cached_tokens, entry.output_tokens = row.tokens, row.output_tokens
     for query in shot.queries:
         if query.state not in _QUERY_STATES:
             continue  # It has just ended.
         batch.queries.add(
-            job_id=split_ref(query.query_id)[1],
+            job_id=job_of(query.query_id)[1],
             tenant=query.tenant,
             sla_class=query.sla_class,
             state=_QUERY_STATES[query.state],

@@ -17,8 +17,9 @@ import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from batond.daemon.errors import NotFoundError, StateError, UnavailableError
+from batond.daemon.errors import BatondError, NotFoundError, StateError, UnavailableError
 from batond.daemon.front.held import HeldJob, JobStep
+from batond.daemon.front.hub import LostRow
 from batond.daemon.queue import NoticeKind, Why
 from batond.daemon.queue.keys import job_ref
 from batond.daemon.telemetry.logging import get_logger
@@ -39,6 +40,8 @@ REAP_EVERY_S = 1.0
 RETRY_REDIS_S = 0.25
 #: Steps kept while Redis is away; beyond, the engine waits.
 MOST_UNSAVED_STEPS = 4096
+#: At the end, how long Redis is waited for; what it did not take is computed again after the leases.
+SAVE_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 30.0
 
 _log = get_logger(__name__)
@@ -111,7 +114,9 @@ class Dispatcher:
 
     def cancel(self, tenant: str, job_id: str) -> None:
         """End a job that this daemon holds, as somebody asked."""
-        self._tell(Cancel(query_id=job_ref(tenant, job_id)))
+        held = self._held.get(job_ref(tenant, job_id))
+        if held is not None:
+            self._tell(Cancel(query_id=held.query_id))
 
     async def park(self, tenant: str, job_id: str) -> None:
         """Park a job by hand.
@@ -121,13 +126,13 @@ class Dispatcher:
             StateError: It can't be parked now.
             UnavailableError: There is no engine now.
         """
-        query_id = job_ref(tenant, job_id)
-        await self._ask(query_id, Park(query_id=query_id, request_id=next(self._requests)))
+        held = self._running(tenant, job_id)
+        await self._ask(Park(query_id=held.query_id, request_id=next(self._requests)))
 
     async def resume(self, tenant: str, job_id: str) -> None:
         """Let a job parked by hand compete again; raises as `park`."""
-        query_id = job_ref(tenant, job_id)
-        await self._ask(query_id, Resume(query_id=query_id, request_id=next(self._requests)))
+        held = self._running(tenant, job_id)
+        await self._ask(Resume(query_id=held.query_id, request_id=next(self._requests)))
 
     def lost(self, tenant: str, job_id: str, epoch: int) -> None:
         """A lease ran out: somebody else may have the job, and our writes are refused."""
@@ -162,13 +167,17 @@ class Dispatcher:
                 await self._empty.wait()
         except TimeoutError:
             _log.info("drain_timeout", handed_back=len(self._held))
-        leaving = list(self._held.values())
+        leaving = [held for held in self._held.values() if not held.ended]
         for held in leaving:
             held.ended = True
             self._tell(HandBack(query_id=held.query_id))
-        await self._unsaved.join()
-        for held in leaving:
-            await self._hand_back(held)
+        try:
+            async with asyncio.timeout(SAVE_TIMEOUT_S):
+                await self._unsaved.join()
+                for held in leaving:
+                    await self._hand_back(held)
+        except TimeoutError:
+            _log.error("not_saved", jobs=len(leaving), steps=self._unsaved.qsize())  # Their leases run out.
 
     async def _claim_forever(self) -> None:
         while not self.draining:
@@ -181,7 +190,7 @@ class Dispatcher:
         """Claim what there is room for; returns whether anything came."""
         try:
             claimed = await self._store.claim(self._owner, self._room(), lease_ms=self._lease_ms)
-        except UnavailableError as error:
+        except BatondError as error:
             self._note_redis(error)
             await asyncio.sleep(RETRY_REDIS_S)
             return False
@@ -201,9 +210,15 @@ class Dispatcher:
 
     def _take(self, job: ClaimedJob) -> None:
         record = job.record
+        before = self._held.get(job_ref(record.tenant, record.job_id))
+        if before is not None and before.claimed.record.epoch == record.epoch:
+            return  # The answer to an earlier claim had been lost, or so Redis thought.
+        if before is not None:
+            self._tell(HandBack(query_id=before.query_id))
+            self._let_go(before)
         live = self._hub.open(record.tenant, record.job_id, base_index=len(job.token_ids))
-        held = HeldJob(job, live, time.monotonic(), list(job.token_ids))
-        self._held[held.query_id] = held
+        held = HeldJob(job, live, time.monotonic(), list(job.token_ids), had_row=record.started_ms > 0)
+        self._held[held.ref] = held
         self._empty.clear()
         self._keeper.hold(record.tenant, record.job_id, record.epoch)
         self._metrics.queue_wait.labels(record.sla_class).observe(record.waited_ms / 1000)
@@ -226,7 +241,11 @@ class Dispatcher:
             self._metrics.unsaved_steps.set(self._unsaved.qsize())
             refused = {(r.tenant, r.job_id): r.why for r in result.refused}
             for step in steps:
-                self._deliver(step, refused.get((step.held.tenant, step.held.job_id)))
+                why = refused.get((step.held.tenant, step.held.job_id))
+                if why is None:
+                    self._deliver(step)
+                else:
+                    await self._drop(step.held, why)
             for tenant, job_id in result.cancel:
                 self.cancel(tenant, job_id)
             self._unsaved.task_done()
@@ -236,30 +255,33 @@ class Dispatcher:
         while True:
             try:
                 result = await self._store.commit_step(self._owner, commits)
-            except UnavailableError as error:
+            except BatondError as error:
                 self._note_redis(error)
                 await asyncio.sleep(RETRY_REDIS_S)
             else:
                 self._note_redis(None)
                 return result
 
-    def _deliver(self, step: JobStep, refused: Why | None) -> None:
-        """Show watchers what is durable now; let go of a job that ended or that somebody else holds."""
-        held = step.held
-        if refused is not None:
-            _log.warning("commit_refused", tenant=held.tenant, job_id=held.job_id, why=refused.value)
-            self._metrics.commits_refused.inc()
-            self._tell(HandBack(query_id=held.query_id))
-            self._let_go(held)
-            return
-        held.live.publish(step.events)
+    def _deliver(self, step: JobStep) -> None:
+        """Show watchers what is durable now; let go of a job that ended."""
+        step.held.live.publish(step.events)
         if step.usage is not None:
             self._count_end(step)
+            self._let_go(step.held)
+
+    async def _drop(self, held: HeldJob, why: Why) -> None:
+        """A write was refused: somebody else has the job, or Redis forgot tokens (a failover)."""
+        _log.warning("commit_refused", tenant=held.tenant, job_id=held.job_id, why=why.value)
+        self._metrics.commits_refused.inc()
+        self._tell(HandBack(query_id=held.query_id))
+        if why in {Why.GAP, Why.OVERLAP}:
+            await self._hand_back(held)  # It goes on from what Redis has.
+        else:
             self._let_go(held)
 
     def _let_go(self, held: HeldJob) -> None:
-        if self._held.get(held.query_id) is held:
-            del self._held[held.query_id]
+        if self._held.get(held.ref) is held:
+            del self._held[held.ref]
             self._keeper.drop(held.tenant, held.job_id)
             self._hub.close(held.tenant, held.job_id)
         held.ended = True
@@ -276,7 +298,7 @@ class Dispatcher:
                         self.cancel(notice.tenant, notice.job_id)
                     else:
                         self._wake.set()
-            except UnavailableError as error:
+            except BatondError as error:
                 self._note_redis(error)
             await asyncio.sleep(RETRY_REDIS_S)
 
@@ -286,28 +308,30 @@ class Dispatcher:
                 reaped = await self._store.reap()
                 self.counts = await self._store.counts()
                 self._note_redis(None)
-            except UnavailableError as error:
+            except BatondError as error:
                 self._note_redis(error)
             else:
                 if reaped.requeued or reaped.dead:
                     _log.warning("jobs_reaped", requeued=len(reaped.requeued), dead=len(reaped.dead))
                     self._wake.set()
                 self._metrics.queued_jobs.set(sum(self.counts.queued.values()))
+            await self._end_suspects()
             await asyncio.sleep(REAP_EVERY_S)
+
+    async def _end_suspects(self) -> None:
+        """End the jobs that took too many engines with them."""
+        for held in list(self._held.values()):
+            if held.engine_deaths >= self._max_attempts and not held.ended:
+                _log.error("job_kills_engines", tenant=held.tenant, job_id=held.job_id)
+                await self._unsaved.put([held.fail(f"the engine died {held.engine_deaths} times with it")])
 
     # -- the engine speaks (EngineHandler) ------------------------------------------------------------
 
     def engine_up(self, ready: Ready) -> None:  # noqa: ARG002 - a fixed signature
-        """Give the engine every job that is held: it has none of them. Those that killed too many end."""
+        """Give the engine every job that is held, but those that killed too many: it has none of them."""
         self._metrics.engine_up.set(1)
         for held in list(self._held.values()):
-            if held.ended:
-                continue
-            if held.engine_deaths >= self._max_attempts:
-                self._unsaved.put_nowait(
-                    [held.fail(f"the engine died {held.engine_deaths} times with this job")]
-                )
-            else:
+            if not held.ended and held.engine_deaths < self._max_attempts:
                 self._submit(held)
         self._wake.set()
 
@@ -328,7 +352,9 @@ class Dispatcher:
         steps = [
             held.digest(events)
             for query_id, events in by_query.items()
-            if (held := self._held.get(query_id)) is not None and not held.ended
+            if (held := self._held.get(query_id.rpartition("@")[0])) is not None
+            and held.query_id == query_id
+            and not held.ended
         ]
         if steps:
             await self._unsaved.put(steps)
@@ -340,8 +366,11 @@ class Dispatcher:
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(UnavailableError("the engine died", reason="ENGINE_DOWN"))
-        for held in list(self._held.values()):
-            held.engine_deaths += 1
+        for held in self._held.values():
+            if held.active:  # One that only waited is not suspected.
+                held.engine_deaths += 1
+                held.active = False
+                held.live.publish([LostRow("engine_restart", kept=False)])
 
     # -- small pieces ---------------------------------------------------------------------------------
 
@@ -352,9 +381,13 @@ class Dispatcher:
             _log.warning("hand_back_failed", job_id=held.job_id, error=error.message)  # Its lease runs out.
         self._let_go(held)
 
-    async def _ask(self, query_id: str, command: Park | Resume) -> None:
-        if query_id not in self._held:
+    def _running(self, tenant: str, job_id: str) -> HeldJob:
+        held = self._held.get(job_ref(tenant, job_id))
+        if held is None:
             raise NotFoundError("the job is not in this daemon's engine", reason="NOT_RUNNING_HERE")
+        return held
+
+    async def _ask(self, command: Park | Resume) -> None:
         future = asyncio.get_running_loop().create_future()
         self._answers[command.request_id] = future
         try:
@@ -391,8 +424,8 @@ class Dispatcher:
         if usage.output_tokens:
             self._metrics.first_token.labels(record.sla_class).observe(usage.waited_s)
 
-    def _note_redis(self, error: UnavailableError | None) -> None:
-        """Redis answered, or did not."""
+    def _note_redis(self, error: BatondError | None) -> None:
+        """Redis did what was asked, or did not: away, full, or another fault it may recover from."""
         up = error is None
         if up != self.redis_up:
             _log.warning("redis_back" if up else "redis_away", error=error.message if error else "")

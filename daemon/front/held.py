@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.queue import Chunk, JobState, StepCommit
-from batond.daemon.queue.keys import job_ref
+from batond.daemon.queue.keys import job_ref, split_ref
 from batond.daemon.wire.messages import (
     Finished,
     FinishReason,
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from batond.daemon.wire.messages import QueryEvent
 
 
+def job_of(query_id: str) -> tuple[str, str]:
+    """Tenant and job id of a query."""
+    return split_ref(query_id.rpartition("@")[0])
+
+
 @dataclass(slots=True)
 class HeldJob:
     """A claimed job.
@@ -37,7 +42,9 @@ class HeldJob:
         token_ids: Every token known: committed before the claim, or received from the engine since.
         parks: Parks under this claim.
         recomputed_tokens: Tokens computed again under this claim, by engines before the present one.
-        engine_deaths: Engines that died while it was in them.
+        active: It was seen running in the present engine.
+        had_row: It had a row before, under this claim or an earlier one.
+        engine_deaths: Engines that died while it ran in them.
         ended: Its end was received; nothing more is sent to the engine for it.
     """
 
@@ -47,6 +54,8 @@ class HeldJob:
     token_ids: list[int] = field(default_factory=list)
     parks: int = 0
     recomputed_tokens: int = 0
+    active: bool = False
+    had_row: bool = False
     engine_deaths: int = 0
     ended: bool = False
 
@@ -61,9 +70,14 @@ class HeldJob:
         return self.claimed.record.job_id
 
     @property
-    def query_id(self) -> str:
-        """Its name in the engine."""
+    def ref(self) -> str:
+        """The job's reference in Redis; the key under which it is held."""
         return job_ref(self.tenant, self.job_id)
+
+    @property
+    def query_id(self) -> str:
+        """Its name in the engine. The epoch keeps a former claim's late tokens out of this one."""
+        return f"{self.ref}@{self.claimed.record.epoch}"
 
     def submit(self, waited_s: float) -> Submit:
         """The command that starts it, or lets it go on after the tokens it has."""
@@ -132,11 +146,14 @@ class _StepBuilder:
     def add(self, event: QueryEvent) -> None:
         match event:
             case Tokens():
+                self._held.active = True
                 self._tokens += event.token_ids
                 self._text += event.text
                 self._state = self._state or JobState.RUNNING
             case Started():
-                self._events.append(GotRow())
+                # A new engine starts it anew; for its watchers it comes back.
+                self._events.append(CameBack() if self._held.had_row else GotRow())
+                self._held.active = self._held.had_row = True
                 self._state = JobState.RUNNING
             case Preempted():
                 self._held.parks += 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from batond.daemon.errors import InvalidRequestError, UnavailableError
+from batond.daemon.errors import InvalidRequestError, RequestTooLargeError, UnavailableError
 from batond.daemon.front import convert
 from batond.daemon.front.follow import Ended
 from batond.daemon.front.requests import check_job_id
@@ -46,6 +47,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         reader: Checks requests.
         metrics: Counts.
         result_ttl_s: How long results are kept.
+        max_message_bytes: Largest job.
     """
 
     def __init__(
@@ -59,10 +61,13 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         reader: RequestReader,
         metrics: Metrics,
         result_ttl_s: int,
+        max_message_bytes: int,
     ) -> None:
         self._calls, self._store, self._follower, self._hub = calls, store, follower, hub
         self._dispatcher, self._reader, self._metrics = dispatcher, reader, metrics
         self._ttl_ms = result_ttl_s * 1000
+        self._max_message_bytes = max_message_bytes
+        self._attached: Counter[tuple[str, str]] = Counter()
         self._tidying: set[asyncio.Task[None]] = set()
 
     async def SubmitJob(self, request: jobs_pb2.SubmitJobRequest, context: Any) -> jobs_pb2.SubmitJobResponse:
@@ -81,14 +86,22 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         wrap = functools.partial(_wrapped, jobs_pb2.GenerateStreamResponse)
 
         async def handle(tenant: Tenant) -> None:
-            record, _ = await self._submit(tenant, request.job_id, request.spec)
+            record, created = await self._submit(tenant, request.job_id, request.spec)
+            name = (record.tenant, record.job_id)
+            # Only what a stream brought to life ends with its last stream; never a job that was submitted.
+            attached = not request.detached and (created or self._attached[name] > 0)
+            self._attached[name] += attached
             ended = False
             try:
                 events = self._follower.follow(tenant.name, record.job_id, 0, announce=True)
                 ended = await self._write(events, context, wrap)
             finally:
-                if not ended and not request.detached and not self._dispatcher.draining:
-                    self._tidy(self._cancel(record.tenant, record.job_id))
+                self._attached[name] -= attached
+                last = not self._attached[name]
+                if last:
+                    del self._attached[name]
+                if attached and last and not ended and not self._dispatcher.draining:
+                    self._tidy(self._cancel(*name))
 
         await self._calls.stream("GenerateStream", context, handle)
 
@@ -143,6 +156,14 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
     async def _submit(self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec) -> tuple[JobRecord, bool]:
         if self._dispatcher.draining:
             raise UnavailableError("this daemon takes no more jobs: it stops", reason="DRAINING")
+        size = spec.ByteSize()
+        if size > self._max_message_bytes:
+            raise RequestTooLargeError(
+                f"the request has {size} bytes; the limit is {self._max_message_bytes}",
+                reason="MESSAGE_TOO_LARGE",
+                field="spec",
+                limit=self._max_message_bytes,
+            )
         job_id = check_job_id(job_id)
         checked = await asyncio.to_thread(self._reader.read, spec, tenant)
         record, created = await self._store.submit(

