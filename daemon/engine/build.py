@@ -11,6 +11,7 @@ import torch
 from batond.daemon.engine.layout import RecordLayout
 from batond.daemon.engine.padded import PaddedBatch
 from batond.daemon.engine.probe import (
+    LONGEST_WINDOW_TOKENS,
     MODEL_ERRORS,
     alone_error,
     chunk_error,
@@ -19,6 +20,7 @@ from batond.daemon.engine.probe import (
     replay_error,
     shared_error,
     tolerance,
+    window_error,
 )
 from batond.daemon.engine.recipe import MaskForm, Recipe
 from batond.daemon.engine.uncached import UncachedBatch
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from batond.daemon.engine.batch import Batch
     from batond.daemon.engine.model import CausalModel
     from batond.daemon.engine.prefill import PromptBatch
-    from batond.daemon.engine.probe import MakeBatch, Question
+    from batond.daemon.engine.probe import MakeBatch, Question, References
 
 _BESIDE = "beside another query, parked and moved, logits stay within"
 _IN_TURN = "taking turns, logits stay within"
@@ -112,7 +114,7 @@ class _Trial:
     def __init__(self, model: CausalModel) -> None:
         self.model = model
         self.reasons: list[str] = []
-        self._pair = references(model)
+        self._queries = references(model)
 
     @property
     def why(self) -> str:
@@ -122,7 +124,7 @@ class _Trial:
     def error(self, question: Question, make: MakeBatch, what: str) -> float | None:
         """The largest difference, if rounding explains it; else None, and a reason more."""
         try:
-            found = question(make, self._pair)
+            found = question(make, self._queries)
         except (*MODEL_ERRORS, UnsupportedModelError) as failure:
             self.reasons.append(f"{what}: {type(failure).__name__}: {first_line(failure)}")
             return None
@@ -138,6 +140,17 @@ class _Trial:
         holds = self.error(question, make, "") is not None
         self.reasons = kept
         return holds
+
+    def _windows_hold(self, layout: RecordLayout, make: MakeBatch, what: str) -> bool:
+        """Whether windows too wide for the probe queries are applied as transformers' cache applies them."""
+        window = self.model.window_tokens
+        if not LONGEST_WINDOW_TOKENS < window < self.model.max_context_tokens:
+            return True
+
+        def question(make_batch: MakeBatch, _queries: References) -> float:
+            return window_error(self.model, layout, make_batch, window + 8)
+
+        return self.error(question, make, f"{what}, behind a window of {window}") is not None
 
     def recipes(self) -> Iterator[tuple[str, MakeBatch]]:
         """Every recipe that runs, set on the model, with its name and the batch that uses it."""
@@ -157,7 +170,9 @@ class _Trial:
                 forms = [MaskForm.NONE]
             for form in forms:
                 self.model.recipe = replace(self.model.recipe, mask=form)
-                yield f"padded, mask {form.value}", _padded_maker(self.model, layout)
+                make = _padded_maker(self.model, layout)
+                if self._windows_hold(layout, make, f"mask {form.value}"):
+                    yield f"padded, mask {form.value}", make
             return  # A cache the model takes is as good as its own.
 
 
@@ -191,6 +206,8 @@ def _alone(trial: _Trial) -> Iterator[Serving]:
 
 def _padded(trial: _Trial, make: MakeBatch, rows: int, reason: str) -> Serving:
     chunkable = trial.holds(chunk_error, make)
+    if trial.model.limit_reason:
+        reason += f"; queries end at {trial.model.max_context_tokens} tokens: {trial.model.limit_reason}"
     if not chunkable:
         reason += "; prompts in one forward: chunks would change the result"
     return Serving(

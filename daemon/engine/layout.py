@@ -170,6 +170,18 @@ class RecordLayout:
             state[slot.offset : slot.offset + slot.nbytes] = flat.view(torch.uint8)
         return KVSlice(tokens, state)
 
+    def random(self, count: int, device: torch.device, noise: torch.Generator) -> KVSlice:
+        """A slice of `count` tokens whose numbers are drawn at random."""
+        tokens = torch.zeros(count, self.record_bytes, dtype=torch.uint8, device=device)
+        state = torch.zeros(self.state_bytes, dtype=torch.uint8, device=device)
+        for slot in self.token_slots:
+            drawn = _draw(slot, (count, math.prod(slot.shape)), noise).to(device)
+            tokens[:, slot.offset : slot.offset + slot.nbytes] = drawn.view(torch.uint8)
+        for slot in self.state_slots:
+            drawn = _draw(slot, (math.prod(slot.shape),), noise).to(device)
+            state[slot.offset : slot.offset + slot.nbytes] = drawn.view(torch.uint8)
+        return KVSlice(tokens, state)
+
     def token_part(self, slot: Slot, kv: KVSlice) -> torch.Tensor:
         """One slot of a slice as the model knows it, shape [n, *slot.shape]."""
         raw = kv.tokens[:, slot.offset : slot.offset + slot.nbytes].contiguous()
@@ -179,6 +191,12 @@ class RecordLayout:
         """One state of a slice, in the slot's shape."""
         raw = kv.state[slot.offset : slot.offset + slot.nbytes].contiguous()
         return raw.view(slot.dtype).view(slot.shape)
+
+
+def _draw(slot: Slot, shape: tuple[int, ...], noise: torch.Generator) -> torch.Tensor:
+    if slot.dtype.is_floating_point:
+        return torch.randn(shape, generator=noise).to(slot.dtype)
+    return torch.zeros(shape, dtype=slot.dtype)
 
 
 def _end(slots: tuple[Slot, ...] | list[Slot]) -> int:

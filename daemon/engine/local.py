@@ -151,7 +151,11 @@ class LocalEngine:
             pool.warm_up()  # Page-locks in the background; parks before that use what is ready.
         store = ParkedStore(pool, copier_for(self.model.device), poison=poison)
         self.residency = Residency(
-            serving.batch, serving.new_prefill_batch, store, replay_by_step=serving.replay_by_step
+            serving.batch,
+            serving.new_prefill_batch,
+            store,
+            chunkable=serving.chunkable,
+            replay_by_step=serving.replay_by_step,
         )
         self.planner = Planner(
             load_policy(policy) if isinstance(policy, str) else policy, limits or PlannerLimits()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
 from batond.daemon.engine.columns import put, use_column_layers
-from batond.daemon.engine.positions import RowPositions
+from batond.daemon.engine.positions import RowPositions, position_limit
 from batond.daemon.engine.recipe import Recipe, make_mask
 from batond.daemon.errors import ConfigError, UnsupportedModelError
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from batond.daemon.engine.layout import RecordLayout
+    from batond.offload.slice import KVSlice
 
 DEFAULT_MAX_QUERY_TOKENS = 2048  # For models that name no longest context.
+# From 5.24 on "cache" everywhere; before, recurrent families had a name of their own.
+_CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
 _LENGTH_ATTRIBUTES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 
 
@@ -35,7 +38,8 @@ class CausalModel:
         dtype: Of its weights.
         vocab_size: Width of the logits.
         eos_token_ids: Ids that end a generation.
-        max_context_tokens: Longest context the model was made for.
+        max_context_tokens: Longest context the model was made for, or can be served exactly.
+        limit_reason: Why it is shorter than the model's own, "" if it isn't.
         has_windows: Whether some layer attends to a sliding window only.
         window_tokens: The widest sliding window, 0 without one.
         recipe: How a forward is asked of this model; chosen by probing.
@@ -47,10 +51,9 @@ class CausalModel:
         self.config = model.config
         self.dtype: torch.dtype = model.dtype
         parameters = inspect.signature(model.forward).parameters
-        # transformers 5.24 renamed the keyword.
-        self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+        self._cache_keyword = next((name for name in _CACHE_KEYWORDS if name in parameters), "")
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        self.takes_cache = self._cache_keyword in parameters
+        self.takes_cache = bool(self._cache_keyword)
         self._takes_mask = "attention_mask" in parameters
         self._takes_positions = "position_ids" in parameters or takes_any
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -65,6 +68,10 @@ class CausalModel:
             DEFAULT_MAX_QUERY_TOKENS,
         )
 
+        limit = position_limit(self.model)
+        self.limit_reason = ""
+        if limit is not None and limit.tokens < self.max_context_tokens:
+            self.max_context_tokens, self.limit_reason = limit.tokens, limit.reason
         self.window_tokens = self._widest_window()
         self.has_windows = self.window_tokens > 0
 
@@ -109,6 +116,23 @@ class CausalModel:
                 _note_states(layer)
         return cache
 
+    def transformers_cache(self, layout: RecordLayout, kv: KVSlice) -> Cache:
+        """Transformers' own cache of one row, as if it had seen the slice's tokens."""
+        cache = self._dynamic_cache()
+        parts = {(slot.layer, slot.attribute): layout.token_part(slot, kv) for slot in layout.token_slots}
+        for (number, attribute), part in parts.items():
+            if attribute == "keys":
+                keys, values = (one.transpose(0, 1)[None] for one in (part, parts[number, "values"]))
+                cache.update(keys, values, number)
+            elif attribute == "indexer_keys":
+                cache.update_indexer(part[None], number)
+        for slot in layout.state_slots:
+            put(cache, slot, layout.state_part(slot, kv)[None].clone())
+        for layer in cache.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                _note_states(layer)
+        return cache
+
     def _dynamic_cache(self) -> Cache:
         try:
             return DynamicCache(config=self.config)
@@ -132,6 +156,7 @@ class CausalModel:
         cache: Cache,
         *,
         all_positions: bool = False,
+        recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """Run the model over new tokens and return the logits of each row's newest column.
 
@@ -141,11 +166,14 @@ class CausalModel:
             position_ids: int64, shape [rows, new columns]; each row counts its own tokens from 0.
             cache: Extended by the new columns.
             all_positions: Return every new column's logits.
+            recipe: Instead of the model's own.
 
         Returns:
             float32, shape [rows, vocabulary], or [rows, new columns, vocabulary].
         """
-        output = self.run(input_ids, attention_mask, position_ids, cache, all_positions=all_positions)
+        output = self.run(
+            input_ids, attention_mask, position_ids, cache, all_positions=all_positions, recipe=recipe
+        )
         logits: torch.Tensor = output.logits
         return (logits if all_positions else logits[:, -1]).float()
 
@@ -157,13 +185,13 @@ class CausalModel:
         cache: Cache | None,
         *,
         all_positions: bool = False,
+        recipe: Recipe | None = None,
     ) -> Any:
         """As `forward`, but returns the model's whole output; `cache_of` finds the cache in it."""
         arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": self.takes_cache}
         if self._takes_mask:
-            mask = make_mask(
-                self.recipe.mask, attention_mask, input_ids.shape[1], self.window_tokens, self.dtype
-            )
+            form = (recipe or self.recipe).mask
+            mask = make_mask(form, attention_mask, input_ids.shape[1], self.window_tokens, self.dtype)
             arguments["attention_mask"] = mask
         if cache is not None:
             arguments[self._cache_keyword] = cache
@@ -181,7 +209,8 @@ class CausalModel:
         Raises:
             UnsupportedModelError: There is none.
         """
-        cache = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
+        found = (getattr(output, name, None) for name in _CACHE_KEYWORDS)
+        cache: Cache | None = next((one for one in found if one is not None), None)
         if cache is None:
             raise UnsupportedModelError("the model returns no cache")
         return cache

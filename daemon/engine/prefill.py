@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from batond.daemon.engine.batch import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -33,12 +33,19 @@ class Prefill:
         kv: What was computed before and parked; None starts from nothing.
         together_tokens: Tokens behind these are computed one by one; None computes every chunk in one
             forward.
+        divisible: A chunk may be computed in parts.
     """
 
     def __init__(
-        self, batch: PromptBatch, kv: KVSlice | None = None, *, together_tokens: int | None = None
+        self,
+        batch: PromptBatch,
+        kv: KVSlice | None = None,
+        *,
+        together_tokens: int | None = None,
+        divisible: bool = True,
     ) -> None:
         self._batch = batch
+        self._divisible = divisible
         self._together_tokens = together_tokens
         if kv is not None:
             batch.embed(0, kv)
@@ -57,12 +64,8 @@ class Prefill:
         Returns:
             float32 logits after the last of them, shape [vocabulary].
         """
-        head = token_ids
-        if self._together_tokens is not None:
-            head = token_ids[: max(self._together_tokens - self.done_tokens, 1)]
-        logits = self._batch.step({0: head})[0]
-        for token in token_ids[len(head) :]:
-            logits = self._batch.step({0: [token]})[0]
+        for part in self._parts(token_ids, len(token_ids)):
+            logits = self._batch.step({0: part})[0]
         return logits
 
     def run_noting(self, token_ids: Sequence[int], note: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
@@ -76,13 +79,21 @@ class Prefill:
         Returns:
             As `run`.
         """
-        while True:
+        for part in self._parts(token_ids, _LOGITS_TOKENS if self._divisible else len(token_ids)):
             first = self.done_tokens
-            behind = self._batch.step({0: token_ids[:_LOGITS_TOKENS]}, all_positions=True)[0]
+            behind = self._batch.step({0: part}, all_positions=True)[0]
             note(first, behind)
-            token_ids = token_ids[_LOGITS_TOKENS:]
-            if not token_ids:
-                return behind[-1]
+        return behind[-1]
+
+    def _parts(self, token_ids: Sequence[int], most_tokens: int) -> Iterator[Sequence[int]]:
+        """What to compute in one forward each."""
+        together = len(token_ids)
+        if self._together_tokens is not None:
+            together = max(self._together_tokens - self.done_tokens, 0)
+        for first in range(0, min(together, len(token_ids)), most_tokens):
+            yield token_ids[first : min(first + most_tokens, together)]
+        for token in token_ids[together:]:
+            yield [token]
 
     def slice(self) -> KVSlice:
         """The KV of all tokens computed so far."""

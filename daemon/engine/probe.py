@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batond.daemon.engine.recipe import Recipe
 from batond.daemon.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from batond.daemon.engine.batch import Batch
+    from batond.daemon.engine.layout import RecordLayout
     from batond.daemon.engine.model import CausalModel
     from batond.daemon.engine.prefill import PromptBatch
     from batond.offload.slice import KVSlice
@@ -32,9 +34,9 @@ MODEL_ERRORS = (
     KeyError,
     NotImplementedError,
 )
-_PROMPT_TOKENS = (5, 13)  # The query under test, and a longer mate: both embedding cases occur.
+_PROMPT_TOKENS = (5, 13, 1)  # The query under test, a longer mate, and the shortest: all embedding cases.
 _STEPS = 12
-_LONGEST_WINDOW_TOKENS = 512  # A wider window is too dear to be crossed at every start.
+LONGEST_WINDOW_TOKENS = 512  # A wider window is too dear to be crossed at every start.
 _RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -56,7 +58,8 @@ class Reference:
 #: Makes an empty batch of that many rows.
 MakeBatch = Callable[[int], "PromptBatch"]
 #: Returns the largest relative difference between a way of serving and the references.
-Question = Callable[[MakeBatch, tuple[Reference, Reference]], float]
+Question = Callable[[MakeBatch, "References"], float]
+References = tuple[Reference, ...]
 
 
 def tolerance(model: CausalModel) -> float:
@@ -64,22 +67,34 @@ def tolerance(model: CausalModel) -> float:
     return _RELATIVE_TOLERANCE.get(model.dtype, 1e-1)
 
 
-def references(model: CausalModel) -> tuple[Reference, Reference]:
-    """The two probe queries; the second one's prompt is longer than the sliding window, if that is small.
+def references(model: CausalModel) -> References:
+    """The probe queries; the second one's prompt is longer than the sliding window, if that is small.
 
     Raises:
-        UnsupportedModelError: The model can't generate.
+        UnsupportedModelError: The model can't generate, or not twice the same.
     """
-    short, long = _PROMPT_TOKENS
-    if 0 < model.window_tokens <= _LONGEST_WINDOW_TOKENS:
+    short, long, shortest = _PROMPT_TOKENS
+    if 0 < model.window_tokens <= LONGEST_WINDOW_TOKENS:
         long = max(long, model.window_tokens + 4)
     room = model.max_context_tokens - _STEPS - 1
-    return _generate(model, min(short, room), 7), _generate(model, min(long, room), 11)
+    found = tuple(
+        _generate(model, min(length, room), stride)
+        for length, stride in ((short, 7), (long, 11), (shortest, 5))
+    )
+    again = _generate(model, shortest, 5)
+    if not torch.equal(again.logits, found[2].logits) and not torch.allclose(
+        again.logits, found[2].logits, rtol=tolerance(model), atol=tolerance(model)
+    ):
+        raise UnsupportedModelError(
+            "transformers' own generate gives other logits the second time: the model keeps state outside of"
+            " its cache, or draws at random"
+        )
+    return found
 
 
-def shared_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
-    """Largest relative difference of two queries served beside each other, one parked and moved."""
-    mine, mate = (_Life(reference) for reference in pair)
+def shared_error(make: MakeBatch, queries: References) -> float:
+    """Largest relative difference of queries served beside each other, one parked and moved."""
+    mine, mate, last = lives = [_Life(reference) for reference in queries]
     batch = make(3)
     batch.embed(0, mine.prefill(make(1)))
     _advance(batch, {0: mine}, 2)
@@ -87,16 +102,20 @@ def shared_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
     _advance(batch, {0: mine, 1: mate}, 3)
     parked = _take(batch, 0)
     _advance(batch, {1: mate}, 2)
+    batch.embed(0, last.prefill(make(1)))
+    _advance(batch, {1: mate, 0: last}, 1)
     batch.embed(2, parked)
-    _advance(batch, {1: mate, 2: mine}, 2)
+    _advance(batch, {1: mate, 2: mine, 0: last}, 2)
     batch.free(1)
-    _advance(batch, {2: mine}, mine.left)
-    return max(mine.error, mate.error, key=_nan_first)
+    _advance(batch, {2: mine, 0: last}, mine.left)
+    batch.free(2)
+    _advance(batch, {0: last}, last.left)
+    return _worst(lives)
 
 
-def alone_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
+def alone_error(make: MakeBatch, queries: References) -> float:
     """The same for queries that take turns in a batch of one row."""
-    mine, mate = (_Life(reference) for reference in pair)
+    mine, mate, last = lives = [_Life(reference) for reference in queries]
     batch = make(1)
     batch.embed(0, mine.prefill(make(1)))
     _advance(batch, {0: mine}, 3)
@@ -104,15 +123,42 @@ def alone_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
     batch.embed(0, mate.prefill(make(1)))
     _advance(batch, {0: mate}, 4)
     batch.free(0)
+    batch.embed(0, last.prefill(make(1)))
+    _advance(batch, {0: last}, last.left)
+    batch.free(0)
     batch.embed(0, parked)
     _advance(batch, {0: mine}, mine.left)
-    return max(mine.error, mate.error, key=_nan_first)
+    return _worst(lives)
 
 
-def chunk_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
+def window_error(model: CausalModel, layout: RecordLayout, make: MakeBatch, tokens: int) -> float:
+    """Relative difference of one step behind `tokens` made-up tokens: ours, and with transformers' own cache.
+
+    Shows for the price of one step whether a wide window is applied by the model's masks, which the batch
+    passes on, or by its cache forgetting columns, which the batch's cache doesn't.
+
+    Args:
+        model: The model.
+        layout: Of its cache.
+        make: Makes the batch under test.
+        tokens: More than the window.
+    """
+    noise = torch.Generator().manual_seed(1)
+    kv = layout.random(tokens, model.device, noise)
+    batch = make(1)
+    batch.embed(0, kv)
+    ours = batch.step({0: [3]})[0]
+    cache = model.transformers_cache(layout, kv)
+    ids, positions = (torch.tensor([[number]], device=model.device) for number in (3, tokens))
+    seen = torch.ones(1, tokens + 1, dtype=torch.int64, device=model.device)
+    theirs = model.forward(ids, seen, positions, cache, recipe=Recipe())[0]
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def chunk_error(make: MakeBatch, queries: References) -> float:
     """Largest relative difference of prompts computed in chunks, parked between two of them."""
     worst = 0.0
-    for reference in pair:
+    for reference in queries:
         life, batch = _Life(reference), make(1)
         length = len(reference.prompt)
         bounds = sorted({0, 1, length // 2, length - 1, length})  # Single tokens at both ends, too.
@@ -128,10 +174,10 @@ def chunk_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
     return worst
 
 
-def replay_error(make: MakeBatch, pair: tuple[Reference, Reference]) -> float:
+def replay_error(make: MakeBatch, queries: References) -> float:
     """Largest relative difference when prompt and output so far are computed in one forward."""
     worst = 0.0
-    for reference in pair:
+    for reference in queries:
         life, batch = _Life(reference, done=_STEPS // 2 - 1), make(1)
         life.note(batch.step({0: [*reference.prompt, *reference.tokens[: life.done + 1]]})[0])
         _advance(batch, {0: life}, life.left)
@@ -167,6 +213,10 @@ def _advance(batch: Batch, lives: dict[int, _Life], steps: int) -> None:
         logits = batch.step({row: [life.reference.tokens[life.done]] for row, life in lives.items()})
         for row, life in lives.items():
             life.note(logits[row])
+
+
+def _worst(lives: list[_Life]) -> float:
+    return max((life.error for life in lives), key=_nan_first)
 
 
 def _take(batch: Batch, row: int) -> KVSlice:

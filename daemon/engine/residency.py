@@ -32,6 +32,7 @@ class Residency:
         batch: The decode batch.
         new_prefill_batch: Makes an empty batch of one row.
         store: Parked slices.
+        chunkable: Prompts may be computed in parts.
         replay_by_step: Emitted tokens are recomputed one by one, as they were computed first.
 
     Attributes:
@@ -44,8 +45,10 @@ class Residency:
         new_prefill_batch: Callable[[], PromptBatch],
         store: ParkedStore,
         *,
+        chunkable: bool = True,
         replay_by_step: bool = False,
     ) -> None:
+        self._chunkable = chunkable
         self._replay_by_step = replay_by_step
         self.batch = batch
         self.store = store
@@ -62,7 +65,9 @@ class Residency:
         if query.prefill is None:
             parked = self._load(query) if query.on_host_tokens else None
             together = len(query.prompt_token_ids) if self._replay_by_step else None
-            query.prefill = Prefill(self._new_prefill_batch(), parked, together_tokens=together)
+            query.prefill = Prefill(
+                self._new_prefill_batch(), parked, together_tokens=together, divisible=self._chunkable
+            )
             if parked is not None:
                 self._discard(query)
         return query.prefill
