@@ -116,10 +116,11 @@ def run() -> int:
     except (BatondError, ExceptionGroup) as error:
         return _fail(error)
     except Exception as error:
-        if hasattr(error, "format_message"):  # click's own: a wrong flag.
-            sys.stderr.write(f"batond: {error.format_message()}\n")
-            return EXIT_CONFIG
-        raise
+        explain = getattr(error, "format_message", None)
+        if explain is None:
+            raise
+        sys.stderr.write(f"batond: {explain()}\n")  # The toolkit's own: a wrong flag.
+        return EXIT_CONFIG
     return result if isinstance(result, int) else 0
 
 

@@ -10,6 +10,9 @@ Owner of `[start, end)`: the batch. `release` moves `start`, `update` moves `end
 used up, one copy into a buffer of twice the live columns pays for as many steps as it has columns.
 """
 
+# pyright: reportAttributeAccessIssue=false
+# transformers' cache layers grow attributes as they are used.
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

@@ -116,7 +116,7 @@ class Grammars:
         if self._tokenizer is None:
             raise InvalidRequestError("structured output needs a tokenizer", reason="NO_TOKENIZER")
         try:
-            import xgrammar  # noqa: PLC0415 - optional, and imported only where it is asked for
+            import xgrammar  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - optional
         except ImportError as error:
             raise InvalidRequestError(
                 "structured output is not available here: install batond[structured]",

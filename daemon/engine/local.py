@@ -119,7 +119,7 @@ class LocalEngine:
         poison: bool = False,
     ) -> None:
         _check_arguments(rows=rows, prefill=prefill, chunk_tokens=chunk_tokens)
-        if isinstance(model, (str, bytes)) or hasattr(model, "__fspath__"):
+        if isinstance(model, str) or hasattr(model, "__fspath__"):
             model, loaded = load_model(model, device=device)
             tokenizer = loaded if tokenizer is None else tokenizer
         self.model = model if isinstance(model, CausalModel) else CausalModel(model, device)

@@ -1,5 +1,8 @@
 """One door to unmodified Hugging Face models; absorbs what differs between transformers' releases."""
 
+# pyright: reportAttributeAccessIssue=false
+# transformers' cache layers grow attributes as they are used.
+
 from __future__ import annotations
 
 import contextlib

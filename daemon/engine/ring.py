@@ -15,6 +15,9 @@ guarantees.
     state[row]             what doesn't grow with tokens
 """
 
+# pyright: reportAttributeAccessIssue=false
+# transformers' cache layers grow attributes as they are used.
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

@@ -112,7 +112,7 @@ class EngineLink:
             BatondError: It says at its first start that it can't serve as configured; the message says why.
         """
         backoff_s = self._first_backoff_s
-        proven = False
+        proven, why = False, ""
         while not self._stopping:
             started_s = time.monotonic()
             try:

@@ -25,7 +25,7 @@ from batond.daemon.errors import BatondError, ConfigError, ExhaustedError, Unava
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-MIN_VERSION: Final = (6, 2)
+MIN_VERSION: Final[tuple[int, ...]] = (6, 2)
 #: A call may be tried again: every script does nothing the second time (claim: gives the same again).
 RETRIES: Final = 2
 BACKOFF_CAP_S: Final = 0.2
@@ -127,10 +127,10 @@ def check_version(about: dict[str, Any]) -> None:
     """
     text = _version_text(about)
     try:
-        version = tuple(int(part) for part in text.split(".")[:2])
+        version = [int(part) for part in text.split(".")[:2]]
     except ValueError:
-        version = (0, 0)
-    if version < MIN_VERSION:
+        version = [0, 0]
+    if tuple(version) < MIN_VERSION:
         raise ConfigError(
             f"Redis {text} is too old: batond needs 6.2 or newer, or Valkey",
             setting="queue.url",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Sequence
 
     import redis.asyncio
+    from redis.asyncio.client import PubSub
 
     from batond.daemon.queue.calls import Argument
 
@@ -238,7 +239,7 @@ class JobReader:
                 raise domain_error(error) from error
 
 
-async def _messages(pubsub: redis.asyncio.client.PubSub) -> AsyncIterator[dict[str, Any]]:
+async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
     """Like `listen`, which some versions of the client end with the socket's time-out."""
     while True:
         message = await pubsub.get_message(timeout=PUBSUB_POLL_S)

@@ -27,8 +27,8 @@ def configure_logging(
         log_format: `auto` is console if the stream is a terminal, else JSON, one object per line.
         stream: Where to; None is standard error.
     """
-    stream = sys.stderr if stream is None else stream
-    console = log_format == "console" or (log_format == "auto" and stream.isatty())
+    out: TextIO = sys.stderr if stream is None else stream
+    console = log_format == "console" or (log_format == "auto" and out.isatty())
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -37,11 +37,11 @@ def configure_logging(
         structlog.processors.StackInfoRenderer(),
     ]
     last: list[Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+        [structlog.dev.ConsoleRenderer(colors=out.isatty())]
         if console
         else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(out)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
