@@ -80,12 +80,17 @@ class EngineLink:
         self._channel: FrontChannel | None = None
         self._stopping = False
         self._heard_s = time.monotonic()
+        self._handling = False
         self.ready: Ready | None = None
 
     @property
     def silent_s(self) -> float:
-        """How long the engine has said nothing."""
-        return time.monotonic() - self._heard_s
+        """How long the engine has said nothing, though it was listened to.
+
+        While a step waits for room (Redis is away for long), the engine is not read: that is no silence of
+        its own, and no reason to have the daemon killed with all it could not save yet.
+        """
+        return 0.0 if self._handling else time.monotonic() - self._heard_s
 
     @property
     def pid(self) -> int | None:
@@ -187,7 +192,12 @@ class EngineLink:
         while True:
             event = await self._receive()
             if isinstance(event, StepEvents):
-                await handler.engine_step(event)
+                self._handling = True
+                try:
+                    await handler.engine_step(event)
+                finally:
+                    self._handling = False
+                    self._heard_s = time.monotonic()
 
     async def _receive(self) -> Event:
         if self._channel is None:

@@ -162,3 +162,36 @@ async def test_an_engine_is_stopped_while_it_loads(ear: Ear) -> None:
     await link.stop()
     await asyncio.wait_for(task, TIMEOUT_S)
     assert ear.notes == ["loading reading"]
+
+
+async def test_an_engine_that_waits_for_us_is_not_silent(
+    link: EngineLink, ear: Ear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis away for long: the step waits for room, and the watchdog must not take that for a freeze."""
+    entered, room = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_room(step: StepEvents) -> None:
+        entered.set()
+        await room.wait()
+        ear.steps.append(step)
+        ear._hear("step")
+
+    monkeypatch.setattr(ear, "engine_step", wait_for_room)
+    link.send(
+        Submit(
+            query_id="q",
+            tenant="t",
+            sla_class="batch",
+            prompt_token_ids=[1],
+            sampling=SamplingParams(),
+            seed=0,
+        )
+    )
+    async with asyncio.timeout(TIMEOUT_S):
+        await entered.wait()
+    link._heard_s -= 1000.0
+    assert link.silent_s == 0.0
+    seen = len(ear.steps)
+    room.set()
+    await ear.until(lambda: len(ear.steps) > seen)
+    assert link.silent_s < TIMEOUT_S
