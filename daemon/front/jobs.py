@@ -91,16 +91,19 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             # Only what a stream brought to life ends with its last stream; never a job that was submitted.
             attached = not request.detached and (created or self._attached[name] > 0)
             self._attached[name] += attached
-            ended = False
+            keep = False
             try:
                 events = self._follower.follow(tenant.name, record.job_id, 0, announce=True)
-                ended = await self._write(events, context, wrap)
+                keep = await self._write(events, context, wrap)
+            except UnavailableError:
+                keep = True  # Our fault, not the client's wish: it may come back to the job under its id.
+                raise
             finally:
                 self._attached[name] -= attached
                 last = not self._attached[name]
                 if last:
                     del self._attached[name]
-                if attached and last and not ended and not self._dispatcher.draining:
+                if attached and last and not keep and not self._dispatcher.draining:
                     self._tidy(self._cancel(*name))
 
         await self._calls.stream("GenerateStream", context, handle)

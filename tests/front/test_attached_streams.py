@@ -1,0 +1,81 @@
+"""What the end of an attached stream means for its job."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batond.daemon.errors import UnavailableError
+from batond.daemon.front.hub import Hub
+from batond.daemon.front.jobs import JobServicer
+from batond.v1 import jobs_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+RECORD = SimpleNamespace(tenant="t", job_id="j", state=SimpleNamespace(final=True))
+
+
+class BrokenFollower:
+    """A stream that ends by an error."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    async def follow(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        raise self._error
+        yield
+
+
+class Store:
+    """Notes what is cancelled."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[tuple[str, str]] = []
+
+    async def cancel(self, tenant: str, job_id: str) -> Any:
+        self.cancelled.append((tenant, job_id))
+        return RECORD
+
+
+class OpenCalls:
+    """Lets everybody in and everything out."""
+
+    async def stream(self, _: str, __: Any, handle: Callable[[Any], Awaitable[None]]) -> None:
+        await handle(SimpleNamespace(name="t"))
+
+
+@pytest.mark.parametrize(
+    ("error", "cancelled"),
+    [(UnavailableError("Redis is away"), []), (asyncio.CancelledError(), [("t", "j")])],
+    ids=["our fault", "the client left"],
+)
+async def test_only_a_client_that_leaves_ends_its_job(
+    error: BaseException, cancelled: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C2: closing an attached stream cancels; a moment without Redis does not."""
+    store: Any = Store()
+    loose: Any = SimpleNamespace(draining=False)
+    servicer = JobServicer(
+        calls=OpenCalls(),  # type: ignore[arg-type]
+        store=store,
+        follower=BrokenFollower(error),  # type: ignore[arg-type]
+        hub=Hub(),
+        dispatcher=loose,
+        reader=loose,
+        metrics=loose,
+        result_ttl_s=1,
+        max_message_bytes=1,
+    )
+
+    async def accepted(*_: Any) -> tuple[Any, bool]:
+        return RECORD, True
+
+    monkeypatch.setattr(servicer, "_submit", accepted)
+    with pytest.raises(type(error)):
+        await servicer.GenerateStream(jobs_pb2.GenerateStreamRequest(), None)
+    await servicer.finish_tidying()
+    assert store.cancelled == cancelled
