@@ -1,5 +1,8 @@
 """The engine: one step at a time, in one process.
 
+Over 400 lines because the public interface and its documentation stand in one place; how queries move is in
+`lifecycle.py`, what is refused in `admission.py`.
+
 `LocalEngine` is the whole engine without daemon, Redis or gRPC; the daemon's engine process wraps the same
 object (`process.py`). It is single-threaded: call it from one thread.
 """
@@ -9,11 +12,12 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from batond.daemon.engine.admission import Admission
 from batond.daemon.engine.build import choose_batch
+from batond.daemon.engine.lifecycle import Lifecycle
 from batond.daemon.engine.model import CausalModel, load_model
 from batond.daemon.engine.params import SamplingParams
 from batond.daemon.engine.query import Query
@@ -24,20 +28,14 @@ from batond.daemon.engine.view import batch_view, query_view, snapshot
 from batond.daemon.errors import (
     ConfigError,
     InvalidRequestError,
-    RequestTooLargeError,
     StateError,
     UnsupportedModelError,
 )
 from batond.daemon.scheduler.plan import Gate, ParkMode
 from batond.daemon.scheduler.planner import Planner, PlannerLimits
 from batond.daemon.wire.messages import (
-    Finished,
     FinishReason,
-    Preempted,
-    QueryFailed,
     QueryState,
-    Resumed,
-    Started,
 )
 from batond.offload.copies import copier_for
 from batond.offload.pool import HostPool
@@ -46,17 +44,16 @@ from batond.policies.classes import SlaClasses
 from batond.policies.registry import load_policy
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Sequence
 
     import torch
 
-    from batond.daemon.engine.sampler import Choice
     from batond.daemon.scheduler.plan import Chunk, ParkOrder, Plan
     from batond.daemon.wire.messages import QueryEvent, Snapshot
     from batond.policies.base import Policy
 
 DEFAULT_CHUNK_TOKENS = 256
-MAX_PROMPT_LOGPROBS = 1 << 19  # They travel to the front in one frame.
 STALLED_STEPS = 64  # A legal plan always moves something; this many empty steps in a row are a defect.
 
 
@@ -88,9 +85,6 @@ class LocalEngine:
         batch_reason: Why.
         chunkable: Whether a prompt may be computed in parts, and a kept slice be extended by a prompt.
         preemption_mode: "offload" or "recompute".
-        queries: Live queries by id.
-        counters: Monotonic counts since the start.
-        on_event: Called with every event, in order; None drops them.
 
     Raises:
         UnsupportedModelError: The model can't be served exactly; the message says why.
@@ -160,16 +154,41 @@ class LocalEngine:
         self.planner = Planner(
             load_policy(policy) if isinstance(policy, str) else policy, limits or PlannerLimits()
         )
-        self.queries: dict[str, Query] = {}
-        self.counters: Counter[str] = Counter()
-        self.on_event: Callable[[QueryEvent], None] | None = None
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._sampler = Sampler(self.model, self._tokenizer)
+        self._life = Lifecycle(
+            self.residency, self._sampler, self.planner, self.model.eos_token_ids, inline=self._inline
+        )
+        self._admission = Admission(
+            self._sampler,
+            vocab_size=self.model.vocab_size,
+            max_query_tokens=self.max_query_tokens,
+            has_tokenizer=self._tokenizer is not None,
+            inline=self._inline,
+        )
         self._arrivals = itertools.count(1)
-        self._parks = itertools.count(1)
         self._stalled_steps = 0
 
     # -- what callers do ------------------------------------------------------------------------------
+
+    @property
+    def queries(self) -> dict[str, Query]:
+        """Live queries by id."""
+        return self._life.queries
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Monotonic counts since the start."""
+        return self._life.counters
+
+    @property
+    def on_event(self) -> Callable[[QueryEvent], None] | None:
+        """Called with every event, in order; None drops them."""
+        return self._life.on_event
+
+    @on_event.setter
+    def on_event(self, listener: Callable[[QueryEvent], None] | None) -> None:
+        self._life.on_event = listener
 
     def submit(
         self,
@@ -201,7 +220,7 @@ class LocalEngine:
             RequestTooLargeError: Prompt + max_tokens is over `max_query_tokens`.
         """
         sampling = sampling or SamplingParams()
-        prompt = self._checked_prompt(prompt_token_ids, sampling)
+        prompt = self._admission.check(prompt_token_ids, sampling)
         seq = next(self._arrivals)
         query = Query(
             query_id=f"q{seq}" if query_id is None else query_id,
@@ -219,7 +238,7 @@ class LocalEngine:
             query.text = TextStream(self._tokenizer, sampling.stop)
         self._sampler.prepare(query)
         self.queries[query.query_id] = query
-        self._replay(query, emitted_token_ids)
+        self._life.replay(query, emitted_token_ids)
         return query
 
     def park(self, query: Query) -> None:
@@ -235,7 +254,7 @@ class LocalEngine:
                 state=query.state,
             )
         query.held = True
-        self._park(query, ParkMode.OFFLOAD, cause="manual")
+        self._life.park(query, ParkMode.OFFLOAD, cause="manual")
 
     def resume(self, query: Query) -> None:
         """Let a parked query compete for a row again.
@@ -255,14 +274,14 @@ class LocalEngine:
         """End a query now; returns whether it was still alive."""
         if not query.live:
             return False
-        self._end(query, QueryState.CANCELLED, FinishReason.CANCELLED)
+        self._life.end(query, QueryState.CANCELLED, FinishReason.CANCELLED)
         return True
 
     def forget(self, query: Query) -> None:
         """Drop a live query without an event: its job goes on elsewhere."""
         if query.live:
             query.transition(QueryState.CANCELLED)
-            self._drop(query)
+            self._life.drop(query)
 
     def run_until_idle(self) -> None:
         """Resume everything held by hand, then step until every query has ended."""
@@ -340,7 +359,7 @@ class LocalEngine:
             try:
                 logits = self._run_chunk(query, chunk.tokens)
             except (RuntimeError, ValueError, IndexError) as error:
-                self._fail(query, error)
+                self._life.fail(query, error)
                 continue
             if not query.to_prefill_tokens:
                 self._finish_prefill(query, logits)
@@ -350,14 +369,14 @@ class LocalEngine:
         for order in orders:
             query = self.queries[order.query_id]
             query.planner_parks += 1
-            self._park(query, order.mode, cause=order.cause, for_query_id=order.for_query_id)
+            self._life.park(query, order.mode, cause=order.cause, for_query_id=order.for_query_id)
 
     def _give_rows(self, query_ids: Sequence[str]) -> None:
         """Place the planned queries, but those that ended with their first token or lost a damaged copy."""
         for query_id in query_ids:
             query = self.queries.get(query_id)
             if query is not None and (self._inline or not query.to_prefill_tokens):
-                self._place(query)
+                self._life.place(query)
 
     def _decode(self) -> bool:
         """One more token for every occupied row."""
@@ -368,14 +387,16 @@ class LocalEngine:
         inputs = {row: query.uncached_token_ids(lengths[row]) for row, query in occupied}
         for row, query in occupied:
             if not lengths[row]:  # Inline: this step prefills the newcomer (vector shaping).
-                self._count_prefill(query, 0, len(inputs[row]))
+                self._life.count_prefill(query, 0, len(inputs[row]))
         logits = self.residency.batch.step(inputs)
-        self._count_decode(idle=self.rows - len(occupied), waiting=len(self.queries) > len(occupied))
+        self._life.count_decode(
+            self.rows, idle=self.rows - len(occupied), waiting=len(self.queries) > len(occupied)
+        )
         choices = self._sampler.choose(logits[[row for row, _ in occupied]], [query for _, query in occupied])
         for (_, query), choice in zip(occupied, choices, strict=True):
             query.since_admission_tokens += 1
             self.planner.policy.on_tokens(query_view(query, self.residency.batch.layout), 0, 1)
-            self._append(query, choice)
+            self._life.append(query, choice)
         return True
 
     # -- the pieces -----------------------------------------------------------------------------------
@@ -389,7 +410,7 @@ class LocalEngine:
             logits = prefill.run_noting(token_ids, partial(self._sampler.record_given, query))
         else:
             logits = prefill.run(token_ids)
-        self._count_prefill(query, first, count)
+        self._life.count_prefill(query, first, count)
         return logits
 
     def _finish_prefill(self, query: Query, logits: torch.Tensor) -> None:
@@ -398,164 +419,7 @@ class LocalEngine:
         if query.state is QueryState.PREFILLING:
             query.transition(QueryState.READY)
         if not query.output_token_ids:
-            self._append(query, self._sampler.choose(logits[None], [query])[0])
-
-    def _place(self, query: Query) -> None:
-        """Give the query a row."""
-        row = self.residency.place(query)
-        if row is None:
-            return  # Its parked copy was damaged: the next plans compute it again.
-        back = query.state is QueryState.PARKED
-        query.transition(QueryState.RUNNING)
-        query.park_seq = query.since_admission_tokens = 0
-        if not query.started:
-            query.started = True
-            self._emit(Started(query_id=query.query_id, row=row))
-        elif back:
-            self.counters["resumes"] += 1
-            self._emit(Resumed(query_id=query.query_id, row=row))
-
-    def _park(self, query: Query, mode: ParkMode, *, cause: str, for_query_id: str = "") -> None:
-        """Take the query's row and device memory; keep its work in the host pool if it fits."""
-        kept_bytes = self.residency.vacate(query, mode)
-        self._sampler.forget(query)
-        query.transition(QueryState.PARKED)
-        query.parks += 1
-        query.park_seq = next(self._parks)
-        self.counters["parks"] += 1
-        self.counters["parked_bytes"] += kept_bytes or 0
-        self.counters["parks_dropped"] += kept_bytes is None
-        self._emit(
-            Preempted(
-                query_id=query.query_id,
-                cause=cause,
-                kept=kept_bytes is not None,
-                parked_bytes=kept_bytes or 0,
-                for_query_id=for_query_id,
-            )
-        )
-
-    def _append(self, query: Query, choice: Choice) -> None:
-        """Add a token to a query and end it where it must end."""
-        token = choice.token_id
-        if not self._follows_grammar(query, token):
-            return
-        query.output_token_ids.append(token)
-        if choice.logprobs is not None:
-            query.output_logprobs.append(choice.logprobs)
-        query.first_token_s = query.first_token_s or time.monotonic()
-        self.counters["output_tokens"] += 1
-        text, reason = query.advance_text(token, self.model.eos_token_ids)
-        self._emit(query.tokens_event(token, text))
-        if reason is not None:
-            self._end(query, QueryState.FINISHED, reason)
-
-    def _replay(self, query: Query, token_ids: Sequence[int]) -> None:
-        """Take over tokens emitted elsewhere; they may already complete the query."""
-        for token in token_ids:
-            if not self._follows_grammar(query, int(token)):
-                return
-            query.output_token_ids.append(int(token))
-            if self._inline and query.sampling.logprobs is not None:
-                query.output_logprobs.append(None)  # Inline prefill shows the newest token's logits alone.
-            query.first_token_s = query.arrival_s
-            _, reason = query.advance_text(int(token), self.model.eos_token_ids)
-            if reason is not None:
-                self._end(query, QueryState.FINISHED, reason)
-                return
-
-    def _follows_grammar(self, query: Query, token: int) -> bool:
-        """Advance the query's grammar, if it has one; a token it does not allow ends the query."""
-        if query.grammar is None or query.grammar.accept(token):
-            return True
-        query.error = ("GRAMMAR_DEAD_END", "no token of the vocabulary continues what the grammar began")
-        self._end(query, QueryState.FAILED, FinishReason.ERROR)
-        return False
-
-    def _fail(self, query: Query, error: Exception) -> None:
-        """End one query by its own fault."""
-        query.error = ("INTERNAL", f"{type(error).__name__}: {error}")
-        self._end(query, QueryState.FAILED, FinishReason.ERROR)
-
-    def _end(self, query: Query, state: QueryState, reason: FinishReason) -> None:
-        """The only way out: every end gives back row, slices and host memory."""
-        query.transition(state)
-        query.finish_reason = reason
-        self._drop(query)
-        self.counters[f"queries_{state.value}"] += 1
-        if query.error is not None:
-            name, message = query.error
-            self._emit(
-                QueryFailed(query_id=query.query_id, reason=name, message=message, usage=query.usage())
-            )
-        else:
-            self._emit(Finished(query_id=query.query_id, finish_reason=reason, usage=query.usage()))
-
-    def _drop(self, query: Query) -> None:
-        self._sampler.forget(query)
-        self.residency.release(query)
-        del self.queries[query.query_id]
-
-    def _emit(self, event: QueryEvent) -> None:
-        if self.on_event is not None:
-            self.on_event(event)
-
-    # -- checks and counts ----------------------------------------------------------------------------
-
-    def _checked_prompt(self, token_ids: Sequence[int], sampling: SamplingParams) -> list[int]:
-        prompt = [int(token) for token in token_ids]
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty: give at least one token", field="prompt")
-        if not 0 <= min(prompt) <= max(prompt) < self.model.vocab_size:
-            raise InvalidRequestError(
-                f"token ids must be from 0 to {self.model.vocab_size - 1}",
-                field="prompt",
-                limit=self.model.vocab_size,
-            )
-        total = len(prompt) + sampling.max_tokens
-        if total > self.max_query_tokens:
-            raise RequestTooLargeError(
-                f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} = {total} tokens; the limit is"
-                f" {self.max_query_tokens}",
-                limit=self.max_query_tokens,
-                prompt_tokens=len(prompt),
-                max_tokens=sampling.max_tokens,
-            )
-        self._sampler.check(sampling)
-        self._check_prompt_logprobs(sampling, len(prompt))
-        if sampling.stop and self._tokenizer is None:
-            raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", field="stop")
-        return prompt
-
-    def _check_prompt_logprobs(self, sampling: SamplingParams, prompt_tokens: int) -> None:
-        if sampling.prompt_logprobs is None:
-            return
-        if self._inline:
-            raise InvalidRequestError(
-                "prompt_logprobs needs decoupled prefill; this engine runs inline", field="prompt_logprobs"
-            )
-        values = prompt_tokens * (1 + sampling.prompt_logprobs)
-        if values > MAX_PROMPT_LOGPROBS:
-            raise RequestTooLargeError(
-                f"prompt_logprobs would report {values} numbers; the limit is {MAX_PROMPT_LOGPROBS}",
-                field="prompt_logprobs",
-                limit=MAX_PROMPT_LOGPROBS,
-            )
-
-    def _count_prefill(self, query: Query, first: int, count: int) -> None:
-        again = max(0, min(first + count, query.computed_tokens) - first)
-        query.recomputed_tokens += again
-        self.counters["recomputed_tokens"] += again
-        self.counters["prefill_tokens"] += count
-        self.planner.policy.on_tokens(query_view(query, self.residency.batch.layout), count, 0)
-
-    def _count_decode(self, *, idle: int, waiting: bool) -> None:
-        self.counters["decode_steps"] += 1
-        self.counters["row_steps"] += self.rows
-        self.counters["idle_row_steps"] += idle
-        if waiting:
-            self.counters["waiting_row_steps"] += self.rows
-            self.counters["waiting_idle_row_steps"] += idle
+            self._life.append(query, self._sampler.choose(logits[None], [query])[0])
 
     def _note_progress(self, plan: Plan, *, moved: bool) -> bool:
         """A batch that can't move although somebody could is a defect: say so instead of spinning."""
