@@ -280,7 +280,7 @@ class TenantConfig(_Section):
         lower_class: Serve a request for a forbidden class under the default class instead of refusing it.
         admin: May use the admin service.
         weight: Share among tenants where a policy uses one.
-        max_queued: Most jobs of the tenant that wait; 0 is no limit of its own.
+        max_queued: Most jobs of the tenant that wait; 0 is no limit of its own. Read, not enforced yet.
         longest_prompt_tokens: Longest prompt; 0 is no limit of its own.
     """
 

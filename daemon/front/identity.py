@@ -30,7 +30,7 @@ class Tenant:
         classes: Names of the classes it may use.
         default_class: Class of a request that names none.
         lower_class: A forbidden class becomes `default_class` instead of an error.
-        max_queued: Most jobs that wait; 0 is no limit of its own.
+        max_queued: Most jobs that wait; 0 is no limit of its own. Not enforced yet.
         longest_prompt_tokens: Longest prompt; 0 is no limit of its own.
     """
 
