@@ -20,8 +20,3 @@ def list_schedule_steps(lengths: Sequence[int], rows: int) -> int:
     for length in lengths:
         heapq.heappush(free_at, heapq.heappop(free_at) + length)
     return max(free_at)
-
-
-def run_to_completion_steps(lengths: Sequence[int], rows: int) -> int:
-    """Steps if groups of `rows` queries run until the longest of the group is done."""
-    return sum(max(lengths[first : first + rows]) for first in range(0, len(lengths), rows))

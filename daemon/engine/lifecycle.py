@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import secrets
 import time
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from batond.daemon.scheduler.plan import ParkMode
     from batond.daemon.scheduler.planner import Planner
     from batond.daemon.wire.messages import QueryEvent
+
+_log = logging.getLogger(__name__)
 
 
 class Lifecycle:
@@ -127,7 +131,13 @@ class Lifecycle:
 
     def fail(self, query: Query, error: Exception) -> None:
         """End one query by its own fault."""
-        query.error = ("INTERNAL", f"{type(error).__name__}: {error}")
+        error_id = secrets.token_hex(8)
+        _log.error("query %s failed, error id %s", query.query_id, error_id, exc_info=error)
+        # The tenant gets the id; what a model's code said may be about anything.
+        query.error = (
+            "INTERNAL",
+            f"internal error {error_id}: the operator finds it in the log under this id",
+        )
         self.end(query, QueryState.FAILED, FinishReason.ERROR)
 
     def end(self, query: Query, state: QueryState, reason: FinishReason) -> None:

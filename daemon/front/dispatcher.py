@@ -6,7 +6,8 @@
     notices         Redis ──wake, cancel──> claim loop, engine
     reaper          expired leases and results, figures for metrics
 
-Every task runs on one asyncio loop; `_held` is the only state they share.
+Every task runs on one asyncio loop; `_held` is the only state they share. That is also why the tasks stand in
+one file of more than 400 lines: who changes `_held`, and when, must be seen at a glance.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from batond.daemon.errors import BatondError, NotFoundError, StateError, UnavailableError
+from batond.daemon.errors import BatondError, ExhaustedError, NotFoundError, StateError, UnavailableError
 from batond.daemon.front.held import HeldJob, JobStep
 from batond.daemon.front.hub import LostRow
-from batond.daemon.queue import NoticeKind, Why
+from batond.daemon.queue import CommitResult, NoticeKind, Refusal, Why
 from batond.daemon.queue.keys import job_ref
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.wire.messages import Cancel, CommandResult, HandBack, Park, Preempted, Resume, StepEvents
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from batond.daemon.front.engine_link import EngineLink
     from batond.daemon.front.hub import Hub
-    from batond.daemon.queue import ClaimedJob, CommitResult, Counts, JobStore, LeaseKeeper, StepCommit
+    from batond.daemon.queue import ClaimedJob, Counts, JobStore, LeaseKeeper, StepCommit
     from batond.daemon.telemetry.metrics import Metrics
     from batond.daemon.wire.messages import Command, QueryEvent, Ready, Snapshot
     from batond.policies.classes import SlaClasses
@@ -251,16 +252,31 @@ class Dispatcher:
             self._unsaved.task_done()
 
     async def _commit(self, commits: Sequence[StepCommit]) -> CommitResult:
-        """Commit a step; as often as it takes, unchanged, while Redis is away."""
+        """Commit a step; as often as it takes, unchanged, while Redis is away or full."""
         while True:
             try:
                 result = await self._store.commit_step(self._owner, commits)
-            except BatondError as error:
+            except (UnavailableError, ExhaustedError) as error:
                 self._note_redis(error)
                 await asyncio.sleep(RETRY_REDIS_S)
+            except BatondError:
+                _log.exception("commit_broke", jobs=len(commits))
+                return await self._commit_apart(commits)
             else:
                 self._note_redis(None)
                 return result
+
+    async def _commit_apart(self, commits: Sequence[StepCommit]) -> CommitResult:
+        """Commit job by job, so that one that Redis can't take fails alone."""
+        refused, cancel = [], []
+        for commit in commits:
+            if len(commits) == 1:
+                lost = Refusal(tenant=commit.tenant, job_id=commit.job_id, why=Why.MISSING, output_tokens=0)
+                return CommitResult(refused=[lost], cancel=[])
+            result = await self._commit([commit])
+            refused += result.refused
+            cancel += result.cancel
+        return CommitResult(refused=refused, cancel=cancel)
 
     def _deliver(self, step: JobStep) -> None:
         """Show watchers what is durable now; let go of a job that ended."""
@@ -377,7 +393,7 @@ class Dispatcher:
     async def _hand_back(self, held: HeldJob) -> None:
         try:
             await self._store.hand_back(self._owner, held.tenant, held.job_id, held.claimed.record.epoch)
-        except UnavailableError as error:
+        except BatondError as error:
             _log.warning("hand_back_failed", job_id=held.job_id, error=error.message)  # Its lease runs out.
         self._let_go(held)
 
@@ -421,7 +437,8 @@ class Dispatcher:
         self._metrics.jobs_ended.labels(tenant, record.sla_class, step.commit.state.value).inc()
         self._metrics.tokens.labels(tenant, "prompt").inc(usage.prompt_tokens)
         self._metrics.tokens.labels(tenant, "output").inc(usage.output_tokens)
-        if usage.output_tokens:
+        if usage.output_tokens and not step.held.claimed.token_ids and not step.held.engine_deaths:
+            # Elsewhere its first token came before this engine knew it.
             self._metrics.first_token.labels(record.sla_class).observe(usage.waited_s)
 
     def _note_redis(self, error: BatondError | None) -> None:

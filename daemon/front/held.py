@@ -41,7 +41,6 @@ class HeldJob:
         claimed_s: When, monotonic.
         token_ids: Every token known: committed before the claim, or received from the engine since.
         parks: Parks under this claim.
-        recomputed_tokens: Tokens computed again under this claim, by engines before the present one.
         active: It was seen running in the present engine.
         had_row: It had a row before, under this claim or an earlier one.
         engine_deaths: Engines that died while it ran in them.
@@ -53,7 +52,6 @@ class HeldJob:
     claimed_s: float
     token_ids: list[int] = field(default_factory=list)
     parks: int = 0
-    recomputed_tokens: int = 0
     active: bool = False
     had_row: bool = False
     engine_deaths: int = 0
@@ -180,7 +178,7 @@ class _StepBuilder:
         record, recomputed = held.claimed.record, -1
         if self._usage is not None:
             held.ended = True
-            recomputed = record.recomputed_tokens + held.recomputed_tokens + self._usage.recomputed_tokens
+            recomputed = record.recomputed_tokens + self._usage.recomputed_tokens
         reason, message = self._error
         commit = StepCommit(
             tenant=held.tenant,
