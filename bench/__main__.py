@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
-from batond.bench import demo, models, workloads
+from batond.bench import demo, families, model_support, models, support_table, workloads
 from batond.bench import engine as engine_bench
 from batond.daemon.errors import BatondError
 
@@ -54,6 +55,28 @@ def demo_command() -> None:
     console = Console()
     if not demo.report(console, demo.run(console)):
         raise typer.Exit(1)
+
+
+@app.command("models")
+def models_command(
+    family: Annotated[str, typer.Option(help="Only these families, separated by commas; prints them.")] = "",
+    output: Annotated[Path, typer.Option(help="Page to write.")] = Path("docs/model-support.md"),
+) -> None:
+    """Serve a tiny model of every causal-LM family of transformers and write what came of it."""
+    console = Console()
+    torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
+    names = family.split(",") if family else families.family_names()
+    supports = []
+    for name in names:
+        with console.status(name):
+            supports.append(model_support.check_family(name))
+    if family:
+        for support in supports:
+            console.print(support)
+        return
+    output.write_text(support_table.render(supports))
+    if bad := [support.family for support in supports if support.outcome not in {"exact", "refused"}]:
+        raise SystemExit(f"served otherwise than exactly: {', '.join(bad)}")
 
 
 def main() -> None:

@@ -7,21 +7,23 @@ answers every prompt with one repeated token, which would hide most mistakes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import logging
 import math
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from batond.bench.family_sizes import FAMILY_SIZES, GAINS, NO_MODEL, SIZES, SIZES_IF_UNSET, UNSET
+from batond.bench.family_sizes import FAMILY_SIZES, GAINS, NO_MODEL, SIZES, SIZES_IF_UNSET
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 VOCABULARY = 128
-MAX_POSITIONS = 256
 _LAYER_COUNT_FIELDS = (
     "num_hidden_layers",
     "n_layer",
@@ -48,12 +50,10 @@ def make_family(name: str, *, seed: int = 11, **overrides: Any) -> Any:
         seed: Of the weights.
         overrides: Fields of the (text) configuration set to other values.
     """
-    warnings.filterwarnings("ignore")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    transformers.logging.set_verbosity_error()
-    config = make_config(name, **overrides)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with _quiet():
+        config = make_config(name, **overrides)
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     _enliven(model, seed, GAINS.get(name, _GAIN))
     generation = model.generation_config
     for field in ("forced_eos_token_id", "forced_bos_token_id", "suppress_tokens", "begin_suppress_tokens"):
@@ -65,29 +65,31 @@ def make_family(name: str, *, seed: int = 11, **overrides: Any) -> Any:
 
 def make_config(name: str, **overrides: Any) -> Any:
     """The family's default configuration, shrunk."""
-    with _quiet_logs():
-        default = CONFIG_MAPPING[name].__new__(CONFIG_MAPPING[name])
-        extra = FAMILY_SIZES.get(name, {})
-        first = {field: value for field, value in extra.items() if field.startswith("__init__")}
-        default.__init__(**first.get("__init__", {}))
-        fields = _shrink(default, name, {**extra, **overrides})
-        return CONFIG_MAPPING[name](**fields)
+    fields = _shrink(CONFIG_MAPPING[name](), {**FAMILY_SIZES.get(name, {}), **overrides})
+    return CONFIG_MAPPING[name](**fields)
 
 
-def _quiet_logs() -> Any:
-    import contextlib  # noqa: PLC0415
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Shrunk configurations draw warnings about ids beyond the vocabulary and the like."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
-    return contextlib.nullcontext()
 
-
-def _shrink(default: Any, name: str, extra: dict[str, Any]) -> dict[str, Any]:
+def _shrink(default: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of a small configuration of the same class."""
     known = default.to_dict()
     fields: dict[str, Any] = {}
     for key, value in known.items():
         sub = getattr(default, key) if key in default.sub_configs else None
         if isinstance(sub, transformers.PretrainedConfig):
-            fields[key] = {"model_type": sub.model_type, **_shrink(sub, name, extra)}
+            fields[key] = {"model_type": sub.model_type, **_shrink(sub, extra)}
             continue
         if key in SIZES and (key in SIZES_IF_UNSET if value is None else type(value) is int):
             fields[key] = SIZES[key]
@@ -101,11 +103,8 @@ def _shrink(default: Any, name: str, extra: dict[str, Any]) -> dict[str, Any]:
     known = {**known, **{key: value for key, value in extra.items() if key in known}}
     _shrink_layers(known, fields)
     for key, value in extra.items():
-        if key in known or key in fields or key.startswith("+"):
-            if value is UNSET:
-                fields.pop(key.lstrip("+"), None)
-            else:
-                fields[key.lstrip("+")] = copy.deepcopy(value)
+        if key in known or key in fields:
+            fields[key] = copy.deepcopy(value)
     return fields
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-UNSET: Final = object()
-
 #: Entries of the mapping without a causal model of their own.
 NO_MODEL: Final[frozenset[str]] = frozenset(
     {
@@ -114,6 +112,12 @@ SIZES: Final[dict[str, Any]] = {
     "qk_head_dim": 16,
     "v_head_dim": 8,
     "sliding_window": 8,
+    "sliding_window_size": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "log_scaling_n_floor": 8,
+    "rel_extent": 16,
     "attention_chunk_size": 8,
     "index_head_dim": 8,
     "index_n_heads": 16,  # Few heads often score zero, and how topk breaks ties is not defined.

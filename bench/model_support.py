@@ -34,6 +34,7 @@ class Support:
         batch: "padded", "ring", or "" where refused.
         preemption: "offload", "recompute", or "".
         one_at_a_time: Whether queries share no batch.
+        chunkable: Whether prompts may be computed in parts.
         reason: Why the engine chose so, or refused.
         seconds: Time spent.
     """
@@ -43,13 +44,16 @@ class Support:
     batch: str = ""
     preemption: str = ""
     one_at_a_time: bool = False
+    chunkable: bool = True
     reason: str = ""
     seconds: float = 0.0
 
 
-def check_family(name: str, *, batch: str = "auto", **options: Any) -> Support:
-    """Build a family's tiny model and serve it; see `check_model`."""
-    return check_model(name, make_family(name), batch=batch, **options)
+def check_family(name: str) -> Support:
+    """Build a family's tiny model and serve it: in a shared batch, else in turns."""
+    model = make_family(name)
+    support = check_model(name, model)
+    return support if support.outcome != "refused" else check_model(name, model, one_at_a_time=True)
 
 
 def check_model(name: str, model: Any, *, batch: str = "auto", **options: Any) -> Support:
@@ -79,13 +83,14 @@ def check_model(name: str, model: Any, *, batch: str = "auto", **options: Any) -
             reason = f"prompt of {len(prompt)}: {query.output_token_ids} != {expected}; {reason}"
             break
     return Support(
-        name,
-        outcome,
-        engine.batch_kind,
-        engine.preemption_mode,
-        engine.rows == 1,
-        reason,
-        time.monotonic() - began_s,
+        family=name,
+        outcome=outcome,
+        batch=engine.batch_kind,
+        preemption=engine.preemption_mode,
+        one_at_a_time=engine.rows == 1,
+        chunkable=engine.chunkable,
+        reason=reason,
+        seconds=time.monotonic() - began_s,
     )
 
 
