@@ -27,7 +27,7 @@ def page() -> str:
 
 @pytest.mark.parametrize("family", family_names())
 def test_family_is_exact_or_refused(family: str, page: str) -> None:
-    """R6: staggered queries, parked into other rows, give solo `generate`'s tokens, or are refused."""
+    """R2, R8: staggered queries, parked into other rows, give solo `generate`'s tokens, or are refused."""
     support = check_family(family)
     assert support.outcome in {"exact", "refused"}, support
     if support.outcome == "refused":
