@@ -59,7 +59,6 @@ def test_a_schema_may_be_a_mapping_and_keeps_its_order() -> None:
     ],
     # An object's own text differs between processes, and xdist wants the same names in all.
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-    ids=str,
 )
 def test_what_the_field_can_not_hold_is_refused_by_name(field: str, value: Any) -> None:
     """Q1."""
