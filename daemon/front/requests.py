@@ -172,10 +172,13 @@ class RequestReader:
             case "text":
                 field = "spec.text.text"
                 _refuse(not spec.text.text, "the prompt is empty", field, "EMPTY_PROMPT")
+                self._check_chars(len(spec.text.text), field)
                 prompt = self._tokenizer.encode_text(spec.text.text)
             case "chat":
                 field = "spec.chat.messages"
-                prompt = self._tokenizer.encode_chat(_messages(spec.chat))
+                messages = _messages(spec.chat)
+                self._check_chars(sum(len(content) for _, content in messages), field)
+                prompt = self._tokenizer.encode_chat(messages)
             case "tokens":
                 field = "spec.tokens.token_ids"
                 prompt = list(spec.tokens.token_ids)
@@ -197,6 +200,20 @@ class RequestReader:
                 prompt_tokens=len(prompt),
             )
         return prompt
+
+    def _check_chars(self, chars: int, field: str) -> None:
+        """Refuse a text that can't fit before it is tokenized: megabytes take seconds (M7)."""
+        limit = self._limits.max_query_tokens
+        most_chars = limit * self._tokenizer.longest_token_chars
+        if chars > most_chars:
+            raise RequestTooLargeError(
+                f"the prompt has {chars} characters; no text above {most_chars} fits in the limit of {limit}"
+                " tokens: shorten it",
+                reason="PROMPT_TOO_LONG",
+                field=field,
+                limit=limit,
+                prompt_chars=chars,
+            )
 
     def _fit(self, sampling: SamplingParams, prompt_tokens: int, *, given: bool) -> SamplingParams:
         """Hold prompt + output within the limit; a default gives way, a given number does not."""

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 class Tokenizer(Protocol):
     """What the front needs. Called from several threads at once."""
 
+    @property
+    def longest_token_chars(self) -> int:
+        """Characters of the vocabulary's longest token: a longer text than so many a token never fits."""
+
     def encode_text(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with whatever the model's tokenizer puts around one by default."""
 
@@ -42,11 +46,16 @@ class ModelTokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._longest_token_chars = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
+    @property
+    def longest_token_chars(self) -> int:
+        """See Tokenizer."""
+        return self._longest_token_chars
 
     def encode_text(self, text: str) -> list[int]:
         """See Tokenizer."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=True).ids
-        return ids
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """See Tokenizer."""
@@ -65,7 +74,12 @@ class ModelTokenizer:
                 reason="CHAT_REFUSED",
                 field="spec.chat.messages",
             ) from error
-        ids: list[int] = self._backend.encode(rendered, add_special_tokens=False).ids
+        return self._encode(rendered, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # Of the library's calls only the batched ones let other threads run while they work.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
 
