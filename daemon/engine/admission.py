@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 from batond.daemon.errors import InvalidRequestError, RequestTooLargeError
@@ -9,6 +10,7 @@ from batond.daemon.errors import InvalidRequestError, RequestTooLargeError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from batond.daemon.engine.layout import RecordLayout
     from batond.daemon.engine.params import SamplingParams
     from batond.daemon.engine.sampler import Sampler
 
@@ -24,16 +26,27 @@ class Admission:
         max_query_tokens: Most prompt + output tokens.
         has_tokenizer: Whether there is text to look for stop strings in.
         inline: Whether prompts are computed inside the batch step.
+        layout: What a token takes.
+        kv_budget_bytes: What the batch may hold; None is no bound.
     """
 
     def __init__(
-        self, sampler: Sampler, *, vocab_size: int, max_query_tokens: int, has_tokenizer: bool, inline: bool
+        self,
+        sampler: Sampler,
+        *,
+        vocab_size: int,
+        max_query_tokens: int,
+        has_tokenizer: bool,
+        inline: bool,
+        layout: RecordLayout,
+        kv_budget_bytes: int | None,
     ) -> None:
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._max_query_tokens = max_query_tokens
         self._has_tokenizer = has_tokenizer
         self._inline = inline
+        self._layout, self._kv_budget_bytes = layout, kv_budget_bytes
 
     def check(self, token_ids: Sequence[int], sampling: SamplingParams) -> list[int]:
         """Return the prompt as a list, if prompt and parameters can be served.
@@ -42,7 +55,10 @@ class Admission:
             InvalidRequestError: Empty prompt, unknown token id, or parameters that this engine can't follow.
             RequestTooLargeError: Prompt + max_tokens, or the log-probabilities asked for, are too many.
         """
-        prompt = [int(token) for token in token_ids]
+        try:
+            prompt = [operator.index(token) for token in token_ids]  # Not 5.7, not "567".
+        except (TypeError, RuntimeError) as error:
+            raise InvalidRequestError("the prompt must be a list of token ids", field="prompt") from error
         if not prompt:
             raise InvalidRequestError("the prompt is empty: give at least one token", field="prompt")
         if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
@@ -59,6 +75,13 @@ class Admission:
                 limit=self._max_query_tokens,
                 prompt_tokens=len(prompt),
                 max_tokens=sampling.max_tokens,
+            )
+        needed = total * self._layout.record_bytes + self._layout.state_bytes
+        if self._kv_budget_bytes is not None and needed > self._kv_budget_bytes:
+            raise RequestTooLargeError(
+                f"{total} tokens need {needed} bytes of KV; the batch may hold {self._kv_budget_bytes}",
+                limit=self._kv_budget_bytes,
+                needed=needed,
             )
         self._sampler.check(sampling)
         self._check_prompt_logprobs(sampling, len(prompt))

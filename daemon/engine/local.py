@@ -112,7 +112,13 @@ class LocalEngine:
         one_at_a_time: bool = False,
         poison: bool = False,
     ) -> None:
-        _check_arguments(rows=rows, prefill=prefill, chunk_tokens=chunk_tokens)
+        _check_arguments(
+            rows=rows,
+            prefill=prefill,
+            chunk_tokens=chunk_tokens,
+            host_pool_bytes=host_pool_bytes,
+            kv_budget_bytes=kv_budget_bytes,
+        )
         if isinstance(model, str) or hasattr(model, "__fspath__"):
             model, loaded = load_model(model, device=device)
             tokenizer = loaded if tokenizer is None else tokenizer
@@ -151,6 +157,8 @@ class LocalEngine:
             chunkable=serving.chunkable,
             replay_by_step=serving.replay_by_step,
         )
+        if not isinstance(policy, str) and not callable(getattr(policy, "rank", None)):
+            raise ConfigError(f"policy must be a policy or the name of one, not {policy!r}", field="policy")
         self.planner = Planner(
             load_policy(policy) if isinstance(policy, str) else policy, limits or PlannerLimits()
         )
@@ -165,6 +173,8 @@ class LocalEngine:
             max_query_tokens=self.max_query_tokens,
             has_tokenizer=self._tokenizer is not None,
             inline=self._inline,
+            layout=serving.batch.layout,
+            kv_budget_bytes=kv_budget_bytes,
         )
         self._arrivals = itertools.count(1)
         self._stalled_steps = 0
@@ -220,6 +230,8 @@ class LocalEngine:
             RequestTooLargeError: Prompt + max_tokens is over `max_query_tokens`.
         """
         sampling = sampling or SamplingParams()
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise InvalidRequestError(f"seed must be a whole number, not {seed!r}", field="seed")
         prompt = self._admission.check(prompt_token_ids, sampling)
         seq = next(self._arrivals)
         query = Query(
@@ -244,16 +256,22 @@ class LocalEngine:
     def park(self, query: Query) -> None:
         """Park a query by hand and hold it until `resume` or `run_until_idle`.
 
+        One that the planner parked, or that was resumed and has no row yet, is held where it is.
+
         Raises:
-            StateError: It is parked already, or has ended.
+            StateError: It is held already, or has ended.
+            InvalidRequestError: It belongs to another engine.
         """
-        if query.state is QueryState.PARKED or not query.live:
+        self._require_own(query)
+        if query.held or not query.live:
             raise StateError(
                 f"query {query.query_id} is {query.state}: only one that waits or runs can be parked",
                 query_id=query.query_id,
                 state=query.state,
             )
         query.held = True
+        if query.state is QueryState.PARKED:
+            return
         self._life.park(query, ParkMode.OFFLOAD, cause="manual")
 
     def resume(self, query: Query) -> None:
@@ -261,7 +279,9 @@ class LocalEngine:
 
         Raises:
             StateError: It is not parked.
+            InvalidRequestError: It belongs to another engine.
         """
+        self._require_own(query)
         if query.state is not QueryState.PARKED:
             raise StateError(
                 f"query {query.query_id} is {query.state}: only a parked one can be resumed",
@@ -271,11 +291,22 @@ class LocalEngine:
         query.held = False
 
     def cancel(self, query: Query) -> bool:
-        """End a query now; returns whether it was still alive."""
+        """End a query now; returns whether it was still alive.
+
+        Raises:
+            InvalidRequestError: It belongs to another engine.
+        """
         if not query.live:
             return False
+        self._require_own(query)
         self._life.end(query, QueryState.CANCELLED, FinishReason.CANCELLED)
         return True
+
+    def _require_own(self, query: Query) -> None:
+        if query.live and self.queries.get(query.query_id) is not query:
+            raise InvalidRequestError(
+                f"query {query.query_id} is not in this engine", query_id=query.query_id
+            )
 
     def forget(self, query: Query) -> None:
         """Drop a live query without an event: its job goes on elsewhere."""
@@ -432,9 +463,17 @@ class LocalEngine:
         return moved
 
 
-def _check_arguments(*, rows: int, prefill: str, chunk_tokens: int | None) -> None:
-    if rows < 1:
-        raise ConfigError(f"rows must be at least 1, not {rows}", rows=rows)
+def _check_arguments(
+    *, rows: int, prefill: str, chunk_tokens: int | None, host_pool_bytes: int, kv_budget_bytes: int | None
+) -> None:
+    given: tuple[tuple[str, Any, int], ...] = (
+        ("rows", rows, 1),
+        ("host_pool_bytes", host_pool_bytes, 0),
+        ("kv_budget_bytes", 1 if kv_budget_bytes is None else kv_budget_bytes, 1),
+    )
+    for name, value, least in given:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}", field=name)
     if prefill not in {"decoupled", "inline"}:
         raise ConfigError(f'prefill must be "decoupled" or "inline", not {prefill!r}', prefill=prefill)
     if chunk_tokens is not None and chunk_tokens < 1:

@@ -49,6 +49,8 @@ class CausalModel:
     """
 
     def __init__(self, model: Any, device: str | torch.device) -> None:
+        if not all(hasattr(model, name) for name in ("forward", "config", "to", "dtype")):
+            raise UnsupportedModelError(f"{type(model).__name__} is no Hugging Face causal language model")
         self.device = torch.device(device)
         self.model = model.to(self.device).eval()
         self.config = model.config

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batond.daemon.engine import LocalEngine, SamplingParams
-from batond.daemon.errors import ConfigError, InvalidRequestError, RequestTooLargeError, StateError
+from batond.daemon.errors import (
+    ConfigError,
+    InvalidRequestError,
+    RequestTooLargeError,
+    StateError,
+    UnsupportedModelError,
+)
 from batond.daemon.scheduler.plan import Gate
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.messages import Finished, Preempted, QueryState, Resumed, Started, Tokens
@@ -353,6 +359,55 @@ def test_wrong_state_is_a_clear_error(llama: Any, make_engine: MakeEngine) -> No
     for call in (engine.park, engine.resume):
         with pytest.raises(StateError, match="finished"):
             call(query)
+
+
+def test_resumed_then_parked_again_holds(llama: Any, solo: Solo, make_engine: MakeEngine) -> None:
+    engine = make_engine(llama)
+    query = engine.submit(prompt(4), GREEDY)
+    for _ in range(3):
+        engine.step()
+    for _ in range(3):
+        engine.park(query)
+        engine.resume(query)
+    engine.park(query)
+    for _ in range(3):
+        engine.step()
+    assert (query.state, query.parks) == ("parked", 1)
+    engine.run_until_idle()
+    assert query.output_token_ids == solo(llama, prompt(4), 12)
+
+
+def test_a_query_of_another_engine_is_refused(llama: Any, make_engine: MakeEngine) -> None:
+    one, other = make_engine(llama), make_engine(llama)
+    query = one.submit(prompt(4), GREEDY)
+    for call in (other.park, other.cancel):
+        with pytest.raises(InvalidRequestError, match="not in this engine"):
+            call(query)
+    one.run_until_idle()
+    assert query.finish_reason == "length"
+
+
+def test_wrong_types_never_reach_the_batch(llama: Any, make_engine: MakeEngine) -> None:
+    """Q1."""
+    engine = make_engine(llama, kv_budget_bytes=20_000)
+    for bad in ([5.7], "567", [None], [[1, 2]]):
+        with pytest.raises(InvalidRequestError):
+            engine.submit(bad, GREEDY)  # type: ignore[arg-type]
+    for seed in (1.5, "a", True):
+        with pytest.raises(InvalidRequestError, match="seed"):
+            engine.submit([5], GREEDY, seed=seed)  # type: ignore[arg-type]
+    with pytest.raises(RequestTooLargeError, match="bytes of KV"):
+        engine.submit(prompt(40), SamplingParams(max_tokens=80))
+    assert not engine.queries
+
+
+def test_wrong_arguments_stop_the_start(llama: Any) -> None:
+    for arguments in ({"rows": 0}, {"rows": 1.5}, {"host_pool_bytes": -1}, {"policy": None}, {"policy": "x"}):
+        with pytest.raises(ConfigError):
+            LocalEngine(llama, **arguments)
+    for model in (None, 5, {}):
+        with pytest.raises(UnsupportedModelError):
+            LocalEngine(model)
 
 
 def test_bad_requests_leave_good_ones_alone(llama: Any, solo: Solo, make_engine: MakeEngine) -> None:
