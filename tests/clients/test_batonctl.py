@@ -1,8 +1,10 @@
 """batonctl from the command line to the wire and back: output, exit codes, one-line errors."""
 
+import functools
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -240,11 +242,13 @@ def test_the_token_comes_from_option_environment_or_file(
 
 
 def program(daemon: Any, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Starts the installed program."""
+    """Starts the installed program as a terminal would: an interrupt that we ignore, it must not inherit."""
     command = [sys.executable, "-m", "batond.clients.batonctl", "--server", daemon.target, *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment}
-    return subprocess.Popen(command, **(pipes | options))
+    heed_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    # The hook runs before any thread of the child exists.
+    return subprocess.Popen(command, preexec_fn=heed_interrupts, **(pipes | options))  # noqa: PLW1509
 
 
 def test_an_interrupt_cancels_and_is_quiet(daemon: Any) -> None:

@@ -342,7 +342,7 @@ def test_what_this_engine_can_not_do_is_refused_by_name(llama: Any, make_engine:
 def test_prompt_logprobs_that_fill_a_frame_are_refused(
     llama: Any, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batond.daemon.engine.local.MAX_PROMPT_LOGPROBS", 30)
+    monkeypatch.setattr("batond.daemon.engine.admission.MAX_PROMPT_LOGPROBS", 30)
     engine = make_engine(llama)
     engine.submit(prompt(10), SamplingParams(prompt_logprobs=2, max_tokens=1))
     with pytest.raises(RequestTooLargeError, match="limit is 30"):
