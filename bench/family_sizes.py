@@ -118,6 +118,11 @@ SIZES: Final[dict[str, Any]] = {
     "swa_head_dim": 8,
     "log_scaling_n_floor": 8,
     "rel_extent": 16,
+    # Budgets of sparse attention: with the real ones no test would ever select anything.
+    "keep_window_size": 8,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+    "local_attention": 8,
     "attention_chunk_size": 8,
     "index_head_dim": 8,
     "index_n_heads": 16,  # Few heads often score zero, and how topk breaks ties is not defined.
@@ -141,9 +146,33 @@ SIZES: Final[dict[str, Any]] = {
     "embedding_width": 32,
 }
 
+_MIXED_WINDOWS: Final[list[str]] = ["sliding_attention", "full_attention"]
 _ALTERNATE: Final[list[str]] = ["linear_attention", "full_attention"]
 
 FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
+    # Layer kinds that a default configuration leaves out.
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "minimax_m3_vl_text": {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "num_key_value_heads": 2,
+        "index_n_heads": 2,  # One for each group of heads.
+    },
+    "laguna": {"layer_types": _MIXED_WINDOWS, "sliding_window": 8},
+    "mellum": {"layer_types": _MIXED_WINDOWS, "sliding_window": 8},
+    "qwen2": {"layer_types": _MIXED_WINDOWS, "sliding_window": 8, "use_sliding_window": True},
+    "qwen2_moe": {"layer_types": _MIXED_WINDOWS, "sliding_window": 8, "use_sliding_window": True},
+    "qwen3": {"layer_types": _MIXED_WINDOWS, "sliding_window": 8, "use_sliding_window": True},
+    "smollm3": {"layer_types": _MIXED_WINDOWS, "sliding_window": 8, "use_sliding_window": True},
+    "dots1": {
+        "layer_types": _MIXED_WINDOWS,
+        "sliding_window": 8,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "cohere_compass_text": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -157,13 +186,6 @@ FAMILY_SIZES: Final[dict[str, dict[str, Any]]] = {
         "n_input_layers": 2,
         "n_recurrent_layers": 2,
         "n_output_layers": 2,
-    },
-    "dots1": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
     },
     "gemma4_unified_assistant": {},
     "granitemoehybrid": {"layer_types": _ALTERNATE},

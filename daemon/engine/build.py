@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batond.daemon.engine.far import SHORTEST_FAR_TOKENS, far_error, far_tokens, window_error
 from batond.daemon.engine.layout import RecordLayout
 from batond.daemon.engine.padded import PaddedBatch
 from batond.daemon.engine.probe import (
@@ -20,7 +21,6 @@ from batond.daemon.engine.probe import (
     replay_error,
     shared_error,
     tolerance,
-    window_error,
 )
 from batond.daemon.engine.recipe import MaskForm, Recipe
 from batond.daemon.engine.uncached import UncachedBatch
@@ -152,8 +152,19 @@ class _Trial:
 
         return self.error(question, make, f"{what}, behind a window of {window}") is not None
 
-    def recipes(self) -> Iterator[tuple[str, MakeBatch]]:
-        """Every recipe that runs, set on the model, with its name and the batch that uses it."""
+    def far_holds(self, layout: RecordLayout, make: MakeBatch, what: str) -> bool:
+        """Whether padding still changes nothing behind thousands of tokens."""
+        if not layout.token_slots or far_tokens(self.model, layout) < SHORTEST_FAR_TOKENS:
+            return True
+
+        def question(make_batch: MakeBatch, _queries: References) -> float:
+            return far_error(self.model, layout, make_batch)
+
+        tokens = far_tokens(self.model, layout)
+        return self.error(question, make, f"{what}, behind {tokens} tokens") is not None
+
+    def recipes(self) -> Iterator[tuple[str, RecordLayout, MakeBatch]]:
+        """Every recipe that runs, set on the model: its name, the cache's layout, the batch that uses it."""
         if not self.model.takes_cache:
             return
         for own_cache in (False, True):
@@ -172,15 +183,15 @@ class _Trial:
                 self.model.recipe = replace(self.model.recipe, mask=form)
                 make = _padded_maker(self.model, layout)
                 if self._windows_hold(layout, make, f"mask {form.value}"):
-                    yield f"padded, mask {form.value}", make
+                    yield f"padded, mask {form.value}", layout, make
             return  # A cache the model takes is as good as its own.
 
 
 def _shared(trial: _Trial, rows: int) -> Iterator[Serving]:
     """Ways in which queries share forwards, best first."""
-    for name, make in trial.recipes():
+    for name, layout, make in trial.recipes():
         error = trial.error(shared_error, make, name)
-        if error is not None:
+        if error is not None and trial.far_holds(layout, make, name):
             yield _padded(trial, make, rows, f"{name}: {_BESIDE} {error:.1e} of generate's")
     if not trial.model.takes_cache:
         trial.model.recipe = Recipe()
@@ -193,7 +204,7 @@ def _shared(trial: _Trial, rows: int) -> Iterator[Serving]:
 def _alone(trial: _Trial) -> Iterator[Serving]:
     """Ways in which each query has the model for itself."""
     why = f"no shared batch is exact ({trial.why})"
-    for name, make in trial.recipes():
+    for name, _, make in trial.recipes():
         error = trial.error(alone_error, make, f"alone, {name}")
         if error is not None:
             yield _padded(trial, make, 1, f"one at a time, {why}: {_IN_TURN} {error:.1e} of generate's")
@@ -205,7 +216,9 @@ def _alone(trial: _Trial) -> Iterator[Serving]:
 
 
 def _padded(trial: _Trial, make: MakeBatch, rows: int, reason: str) -> Serving:
-    chunkable = trial.holds(chunk_error, make)
+    # A model that no shared batch serves is computed in just the steps that `generate` takes.
+    alone = rows == 1 and bool(trial.reasons)
+    chunkable = not alone and trial.holds(chunk_error, make)
     if trial.model.limit_reason:
         reason += f"; queries end at {trial.model.max_context_tokens} tokens: {trial.model.limit_reason}"
     if not chunkable:
@@ -215,7 +228,7 @@ def _padded(trial: _Trial, make: MakeBatch, rows: int, reason: str) -> Serving:
         lambda: make(1),
         reason,
         chunkable=chunkable,
-        replay_by_step=not trial.holds(replay_error, make),
+        replay_by_step=alone or not trial.holds(replay_error, make),
     )
 
 

@@ -171,15 +171,12 @@ class RecordLayout:
         return KVSlice(tokens, state)
 
     def random(self, count: int, device: torch.device, noise: torch.Generator) -> KVSlice:
-        """A slice of `count` tokens whose numbers are drawn at random."""
+        """A slice of `count` tokens whose numbers are drawn at random; states are zero, as at the start."""
         tokens = torch.zeros(count, self.record_bytes, dtype=torch.uint8, device=device)
         state = torch.zeros(self.state_bytes, dtype=torch.uint8, device=device)
         for slot in self.token_slots:
             drawn = _draw(slot, (count, math.prod(slot.shape)), noise).to(device)
             tokens[:, slot.offset : slot.offset + slot.nbytes] = drawn.view(torch.uint8)
-        for slot in self.state_slots:
-            drawn = _draw(slot, (math.prod(slot.shape),), noise).to(device)
-            state[slot.offset : slot.offset + slot.nbytes] = drawn.view(torch.uint8)
         return KVSlice(tokens, state)
 
     def token_part(self, slot: Slot, kv: KVSlice) -> torch.Tensor:

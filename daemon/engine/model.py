@@ -29,7 +29,14 @@ if TYPE_CHECKING:
 DEFAULT_MAX_QUERY_TOKENS = 2048  # For models that name no longest context.
 # From 5.24 on "cache" everywhere; before, recurrent families had a name of their own.
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")
-_LENGTH_ATTRIBUTES = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+_LENGTH_ATTRIBUTES = (
+    "max_position_embeddings",
+    "max_target_positions",
+    "n_positions",
+    "max_seq_len",
+    "n_ctx",
+    "seq_length",
+)
 
 
 class CausalModel:

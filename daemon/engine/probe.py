@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batond.daemon.engine.recipe import Recipe
 from batond.daemon.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from batond.daemon.engine.batch import Batch
-    from batond.daemon.engine.layout import RecordLayout
     from batond.daemon.engine.model import CausalModel
     from batond.daemon.engine.prefill import PromptBatch
     from batond.offload.slice import KVSlice
@@ -129,30 +127,6 @@ def alone_error(make: MakeBatch, queries: References) -> float:
     batch.embed(0, parked)
     _advance(batch, {0: mine}, mine.left)
     return _worst(lives)
-
-
-def window_error(model: CausalModel, layout: RecordLayout, make: MakeBatch, tokens: int) -> float:
-    """Relative difference of one step behind `tokens` made-up tokens: ours, and with transformers' own cache.
-
-    Shows for the price of one step whether a wide window is applied by the model's masks, which the batch
-    passes on, or by its cache forgetting columns, which the batch's cache doesn't.
-
-    Args:
-        model: The model.
-        layout: Of its cache.
-        make: Makes the batch under test.
-        tokens: More than the window.
-    """
-    noise = torch.Generator().manual_seed(1)
-    kv = layout.random(tokens, model.device, noise)
-    batch = make(1)
-    batch.embed(0, kv)
-    ours = batch.step({0: [3]})[0]
-    cache = model.transformers_cache(layout, kv)
-    ids, positions = (torch.tensor([[number]], device=model.device) for number in (3, tokens))
-    seen = torch.ones(1, tokens + 1, dtype=torch.int64, device=model.device)
-    theirs = model.forward(ids, seen, positions, cache, recipe=Recipe())[0]
-    return float((ours - theirs).norm() / theirs.norm())
 
 
 def chunk_error(make: MakeBatch, queries: References) -> float:
