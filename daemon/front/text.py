@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batond.daemon.errors import ConfigError, InvalidRequestError
+from batond.daemon.weights import pretrained_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,11 +92,8 @@ def load_tokenizer(place: Path) -> ModelTokenizer:
     """
     from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and tests need none of it
 
-    where: dict[str, Any] = {"pretrained_model_name_or_path": place}
-    if place.is_file():
-        where = {"pretrained_model_name_or_path": place.parent, "gguf_file": place.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(**pretrained_source(place))
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(f"can't load the tokenizer of {place}: {error}", path=place) from error
     if not hasattr(tokenizer, "backend_tokenizer"):
