@@ -76,7 +76,7 @@ class Admission:
                 prompt_tokens=len(prompt),
                 max_tokens=sampling.max_tokens,
             )
-        needed = total * self._layout.record_bytes + self._layout.state_bytes
+        needed = self._layout.nbytes(total)
         if self._kv_budget_bytes is not None and needed > self._kv_budget_bytes:
             raise RequestTooLargeError(
                 f"{total} tokens need {needed} bytes of KV; the batch may hold {self._kv_budget_bytes}",

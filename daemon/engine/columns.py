@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers.cache_utils import (
     Cache,
     DynamicIndexedLayer,
@@ -26,6 +25,8 @@ from transformers.cache_utils import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from batond.daemon.engine.layout import Slot
 
 _MIN_SPARE_COLUMNS = 64
@@ -70,13 +71,6 @@ class ColumnBuffer:
         self._end += count
         return self.view()
 
-    def prepend_zeros(self, count: int) -> None:
-        """Make room for `count` columns before the oldest one; their content is zero."""
-        shape = list(self.view().shape)
-        shape[self.axis] = count
-        zeros = self.view().new_zeros(shape)
-        self.set(torch.cat([zeros, self.view()], dim=self.axis))
-
     def release(self, count: int) -> None:
         """Give the `count` oldest columns back."""
         self._start += count
@@ -84,10 +78,6 @@ class ColumnBuffer:
     def set(self, value: torch.Tensor) -> None:
         """Replace all columns by `value`, which this buffer then owns."""
         self._buffer, self._start, self._end = value, 0, value.shape[self.axis]
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._buffer, self._start, self._end = None, 0, 0
 
     def _reserve(self, like: torch.Tensor, count: int) -> None:
         live = self.columns

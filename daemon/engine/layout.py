@@ -150,6 +150,10 @@ class RecordLayout:
             raise UnsupportedModelError("the model's cache holds no keys, values or states after a forward")
         return cls(tuple(tokens), tuple(states))
 
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of a slice of so many tokens: records and state."""
+        return tokens * self.record_bytes + self.state_bytes
+
     def pack(self, cache: Cache, row: int, columns: torch.Tensor) -> KVSlice:
         """Copy one row out of a cache.
 

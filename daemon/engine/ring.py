@@ -23,9 +23,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-from batond.daemon.engine.ring_attention import RING_ATTENTION, RingWindow, active_window
+from batond.daemon.engine.model import note_states
+from batond.daemon.engine.ring_attention import RING_ATTENTION, RingWindow, active_window, ranges_up_to
 from batond.daemon.errors import UnsupportedModelError
 from batond.offload.slice import KVSlice
 
@@ -139,12 +140,9 @@ class RingBatch:
             if not 0 <= length <= self.capacity:
                 raise AssertionError(f"row {row} holds {length} tokens in a ring of {self.capacity}")
 
-    def _ranges(self, length: int) -> list[tuple[int, int]]:
+    def _ranges(self, length: int) -> tuple[tuple[int, int], ...]:
         """Column ranges [first, last) of the `length` columns that end at the cursor, oldest first."""
-        start = self._cursor + 1 - length
-        if start >= 0:
-            return [(start, self._cursor + 1)]
-        return [(start + self.capacity, self.capacity), (0, self._cursor + 1)]
+        return ranges_up_to(self._cursor, length, self.capacity)
 
     def _ring_cache(self) -> Cache:
         """The model's cache with every layer's tensors replaced by views on storage and state."""
@@ -163,7 +161,10 @@ class RingBatch:
                 cache.layers.append(DynamicLayer())
             cache.layers[number] = _as_ring_layer(layer, self._window, keys, values)
         for slot in self.layout.state_slots:
-            _give_state(cache.layers[slot.layer], slot, _state_view(self._state, slot))
+            slot.place.set(cache, _state_view(self._state, slot))
+        for layer in cache.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                note_states(layer)
         return cache
 
 
@@ -223,13 +224,3 @@ def _state_view(state: torch.Tensor, slot: Slot) -> torch.Tensor:
     """One state of all rows, shape [rows, *shape]; no copy."""
     numbers = state[:, slot.offset : slot.offset + slot.nbytes].view(slot.dtype)
     return numbers.view(state.shape[0], *slot.shape)
-
-
-def _give_state(layer: Any, slot: Slot, view: torch.Tensor) -> None:
-    """Let a recurrent layer work on the arena itself."""
-    getattr(layer, slot.attribute)[slot.index] = view
-    getattr(layer, f"is_{slot.attribute}_initialized")[slot.index] = True
-    layer.has_previous_state[slot.index] = True
-    if slot.attribute == "conv_states":
-        layer.conv_kernel_size[slot.index] = slot.shape[-1]
-    layer.device, layer.dtype = view.device, slot.dtype

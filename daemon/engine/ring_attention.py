@@ -28,6 +28,14 @@ _CALL_COLUMNS = 256
 _local = threading.local()
 
 
+def ranges_up_to(newest: int, length: int, capacity: int) -> tuple[tuple[int, int], ...]:
+    """Ranges [first, last) of the `length` columns that end at `newest`, oldest first; two if they wrap."""
+    start = newest + 1 - length
+    if start >= 0:
+        return ((start, newest + 1),)
+    return ((start + capacity, capacity), (0, newest + 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Neighbouring rows that are read together.
@@ -88,11 +96,7 @@ class RingWindow:
 
     def ranges(self, length: int) -> tuple[tuple[int, int], ...]:
         """Where the newest `length` columns lie in those handed to the model, oldest first."""
-        newest = self.cursor - self.span[0]
-        start = newest + 1 - length
-        if start >= 0:
-            return ((start, newest + 1),)
-        return ((start + self.capacity, self.capacity), (0, newest + 1))
+        return ranges_up_to(self.cursor - self.span[0], length, self.capacity)
 
     def _groups(self) -> list[tuple[int, int]]:
         """Split the rows into neighbours that cost less together than one by one."""

@@ -33,9 +33,6 @@ def query_view(query: Query, layout: RecordLayout, *, inline: bool = False) -> Q
     phase = _PHASES[query.state]
     cached = query.prefilled_tokens
     on_device = query.row is not None or query.kv is not None or query.prefill is not None
-    whole = (
-        len(query.prompt_token_ids) + query.sampling.max_tokens
-    ) * layout.record_bytes + layout.state_bytes
     return QueryView(
         query_id=query.query_id,
         tenant=query.tenant,
@@ -53,9 +50,9 @@ def query_view(query: Query, layout: RecordLayout, *, inline: bool = False) -> Q
         since_admission_tokens=query.since_admission_tokens,
         park_seq=query.park_seq,
         held=query.held,
-        kv_bytes=cached * layout.record_bytes + layout.state_bytes if on_device else 0,
-        reserved_bytes=whole,
-        park_bytes=cached * layout.record_bytes + layout.state_bytes,
+        kv_bytes=layout.nbytes(cached) if on_device else 0,
+        reserved_bytes=layout.nbytes(len(query.prompt_token_ids) + query.sampling.max_tokens),
+        park_bytes=layout.nbytes(cached),
         to_prefill_tokens=0 if inline else query.to_prefill_tokens,
     )
 
