@@ -13,12 +13,15 @@ from batond.daemon.front.identity import require_admin
 from batond.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from batond.daemon.front.calls import Calls
     from batond.daemon.front.dispatcher import Dispatcher
     from batond.daemon.front.identity import Tenant
     from batond.daemon.front.state import DaemonState
     from batond.daemon.queue import JobStore
     from batond.policies.classes import SlaClasses
+    from batond.v1 import types_pb2
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "redis", "msgspec")
 DEFAULT_INTERVAL_S = 0.25
@@ -63,8 +66,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async def handle(tenant: Tenant) -> admin_pb2.GetServerInfoResponse:
             return self._info(tenant)
 
-        answer: admin_pb2.GetServerInfoResponse = await self._calls.answer("GetServerInfo", context, handle)
-        return answer
+        return await self._calls.answer("GetServerInfo", context, handle)
 
     async def WatchBatch(self, request: admin_pb2.WatchBatchRequest, context: Any) -> None:
         """Stream the batch as it changes."""
@@ -92,14 +94,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Take a job's row and hold it."""
 
         async def handle(tenant: Tenant) -> admin_pb2.ParkJobResponse:
-            require_admin(tenant)
-            owner = request.tenant or tenant.name
-            record = await self._store.get(owner, request.job_id)
-            await self._dispatcher.park(record.tenant, record.job_id)
-            return admin_pb2.ParkJobResponse(job=convert.job(await self._store.get(owner, request.job_id)))
+            return admin_pb2.ParkJobResponse(job=await self._steer(tenant, request, self._dispatcher.park))
 
-        answer: admin_pb2.ParkJobResponse = await self._calls.answer("ParkJob", context, handle)
-        return answer
+        return await self._calls.answer("ParkJob", context, handle)
 
     async def ResumeJob(
         self, request: admin_pb2.ResumeJobRequest, context: Any
@@ -107,14 +104,24 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Let a job parked by hand go on."""
 
         async def handle(tenant: Tenant) -> admin_pb2.ResumeJobResponse:
-            require_admin(tenant)
-            owner = request.tenant or tenant.name
-            record = await self._store.get(owner, request.job_id)
-            await self._dispatcher.resume(record.tenant, record.job_id)
-            return admin_pb2.ResumeJobResponse(job=convert.job(await self._store.get(owner, request.job_id)))
+            return admin_pb2.ResumeJobResponse(
+                job=await self._steer(tenant, request, self._dispatcher.resume)
+            )
 
-        answer: admin_pb2.ResumeJobResponse = await self._calls.answer("ResumeJob", context, handle)
-        return answer
+        return await self._calls.answer("ResumeJob", context, handle)
+
+    async def _steer(
+        self,
+        tenant: Tenant,
+        request: admin_pb2.ParkJobRequest | admin_pb2.ResumeJobRequest,
+        act: Callable[[str, str], Awaitable[None]],
+    ) -> types_pb2.Job:
+        """Do something to a job of any tenant and show the job after it."""
+        require_admin(tenant)
+        owner = request.tenant or tenant.name
+        record = await self._store.get(owner, request.job_id)
+        await act(record.tenant, record.job_id)
+        return convert.job(await self._store.get(owner, request.job_id))
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         """Stop intake and end the daemon when it is empty, or after the time-out."""
@@ -126,8 +133,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             self._state.request_stop(timeout_s)
             return admin_pb2.DrainResponse(running_jobs=running)
 
-        answer: admin_pb2.DrainResponse = await self._calls.answer("Drain", context, handle)
-        return answer
+        return await self._calls.answer("Drain", context, handle)
 
     def _info(self, tenant: Tenant) -> admin_pb2.GetServerInfoResponse:
         ready = self._state.ready

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from batond.daemon.front.status import to_status
 from batond.daemon.telemetry.logging import bind_ids
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from batond.daemon.front.identity import Identities, Tenant
     from batond.daemon.telemetry.metrics import Metrics
+
+_Answer = TypeVar("_Answer")
 
 
 class Calls:
@@ -27,7 +29,9 @@ class Calls:
         self._identities = identities
         self._metrics = metrics
 
-    async def answer(self, method: str, context: Any, handle: Callable[[Tenant], Awaitable[Any]]) -> Any:
+    async def answer(
+        self, method: str, context: Any, handle: Callable[[Tenant], Awaitable[_Answer]]
+    ) -> _Answer:
         """Run a handler for the caller's tenant; whatever it raises ends the call with its status."""
         try:
             tenant = self._identities.identify(context.invocation_metadata())

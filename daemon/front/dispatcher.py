@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from batond.daemon.errors import BatondError, ExhaustedError, NotFoundError, StateError, UnavailableError
-from batond.daemon.front.held import HeldJob, JobStep
+from batond.daemon.front.held import HeldJob, JobStep, ref_of
 from batond.daemon.front.hub import LostRow
 from batond.daemon.queue import CommitResult, NoticeKind, Refusal, Why
 from batond.daemon.queue.keys import job_ref
@@ -141,8 +141,7 @@ class Dispatcher:
         held = self._held.get(job_ref(tenant, job_id))
         if held is not None and held.claimed.record.epoch == epoch:
             _log.warning("lease_lost", tenant=tenant, job_id=job_id)
-            self._tell(HandBack(query_id=held.query_id))
-            self._let_go(held)
+            self._abandon(held)
 
     async def next_snapshot(self) -> None:
         """Wait for a snapshot newer than the present one."""
@@ -215,8 +214,7 @@ class Dispatcher:
         if before is not None and before.claimed.record.epoch == record.epoch:
             return  # The answer to an earlier claim had been lost, or so Redis thought.
         if before is not None:
-            self._tell(HandBack(query_id=before.query_id))
-            self._let_go(before)
+            self._abandon(before)
         live = self._hub.open(record.tenant, record.job_id, base_index=len(job.token_ids))
         held = HeldJob(job, live, time.monotonic(), list(job.token_ids), had_row=record.started_ms > 0)
         self._held[held.ref] = held
@@ -268,15 +266,15 @@ class Dispatcher:
 
     async def _commit_apart(self, commits: Sequence[StepCommit]) -> CommitResult:
         """Commit job by job, so that one that Redis can't take fails alone."""
-        refused, cancel = [], []
-        for commit in commits:
-            if len(commits) == 1:
-                lost = Refusal(tenant=commit.tenant, job_id=commit.job_id, why=Why.MISSING, output_tokens=0)
-                return CommitResult(refused=[lost], cancel=[])
-            result = await self._commit([commit])
-            refused += result.refused
-            cancel += result.cancel
-        return CommitResult(refused=refused, cancel=cancel)
+        if len(commits) == 1:
+            lost = commits[0]
+            refusal = Refusal(tenant=lost.tenant, job_id=lost.job_id, why=Why.MISSING, output_tokens=0)
+            return CommitResult(refused=[refusal], cancel=[])
+        results = [await self._commit([commit]) for commit in commits]
+        return CommitResult(
+            refused=[refusal for result in results for refusal in result.refused],
+            cancel=[job for result in results for job in result.cancel],
+        )
 
     def _deliver(self, step: JobStep) -> None:
         """Show watchers what is durable now; let go of a job that ended."""
@@ -289,11 +287,16 @@ class Dispatcher:
         """A write was refused: somebody else has the job, or Redis forgot tokens (a failover)."""
         _log.warning("commit_refused", tenant=held.tenant, job_id=held.job_id, why=why.value)
         self._metrics.commits_refused.inc()
-        self._tell(HandBack(query_id=held.query_id))
         if why in {Why.GAP, Why.OVERLAP}:
+            self._tell(HandBack(query_id=held.query_id))
             await self._hand_back(held)  # It goes on from what Redis has.
         else:
-            self._let_go(held)
+            self._abandon(held)
+
+    def _abandon(self, held: HeldJob) -> None:
+        """Stop a job that is not ours any more."""
+        self._tell(HandBack(query_id=held.query_id))
+        self._let_go(held)
 
     def _let_go(self, held: HeldJob) -> None:
         if self._held.get(held.ref) is held:
@@ -368,7 +371,7 @@ class Dispatcher:
         steps = [
             held.digest(events)
             for query_id, events in by_query.items()
-            if (held := self._held.get(query_id.rpartition("@")[0])) is not None
+            if (held := self._held.get(ref_of(query_id))) is not None
             and held.query_id == query_id
             and not held.ended
         ]

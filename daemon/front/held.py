@@ -26,9 +26,14 @@ if TYPE_CHECKING:
     from batond.daemon.wire.messages import QueryEvent
 
 
+def ref_of(query_id: str) -> str:
+    """Reference of the job a query runs: its name without the epoch."""
+    return query_id.rpartition("@")[0]
+
+
 def job_of(query_id: str) -> tuple[str, str]:
     """Tenant and job id of a query."""
-    return split_ref(query_id.rpartition("@")[0])
+    return split_ref(ref_of(query_id))
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +77,10 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             shown = await self._shown(record, output=False)
             return jobs_pb2.SubmitJobResponse(job=shown, attached=not created)
 
-        answer: jobs_pb2.SubmitJobResponse = await self._calls.answer("SubmitJob", context, handle)
-        return answer
+        return await self._calls.answer("SubmitJob", context, handle)
 
     async def GenerateStream(self, request: jobs_pb2.GenerateStreamRequest, context: Any) -> None:
         """Submit a job and stream it; an attached one ends with its stream."""
-        wrap = functools.partial(_wrapped, jobs_pb2.GenerateStreamResponse)
 
         async def handle(tenant: Tenant) -> None:
             record, created = await self._submit(tenant, request.job_id, request.spec)
@@ -94,7 +91,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             keep = False
             try:
                 events = self._follower.follow(tenant.name, record.job_id, 0, announce=True)
-                keep = await self._write(events, context, wrap)
+                keep = await self._write(events, context, jobs_pb2.GenerateStreamResponse)
             except UnavailableError:
                 keep = True  # Our fault, not the client's wish: it may come back to the job under its id.
                 raise
@@ -110,11 +107,10 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
 
     async def WatchJob(self, request: jobs_pb2.WatchJobRequest, context: Any) -> None:
         """Stream a job from a token on."""
-        wrap = functools.partial(_wrapped, jobs_pb2.WatchJobResponse)
 
         async def handle(tenant: Tenant) -> None:
             events = self._follower.follow(tenant.name, _named(request.job_id), request.from_token_index)
-            await self._write(events, context, wrap)
+            await self._write(events, context, jobs_pb2.WatchJobResponse)
 
         await self._calls.stream("WatchJob", context, handle)
 
@@ -125,8 +121,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             record = await self._store.get(tenant.name, _named(request.job_id))
             return jobs_pb2.GetJobResponse(job=await self._shown(record))
 
-        answer: jobs_pb2.GetJobResponse = await self._calls.answer("GetJob", context, handle)
-        return answer
+        return await self._calls.answer("GetJob", context, handle)
 
     async def ListJobs(self, request: jobs_pb2.ListJobsRequest, context: Any) -> jobs_pb2.ListJobsResponse:
         """List the tenant's jobs, newest first, without their output."""
@@ -138,8 +133,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             jobs = [convert.job(record) for record in page.jobs if not wanted or record.state in wanted]
             return jobs_pb2.ListJobsResponse(jobs=jobs, next_page_token=page.next_cursor)
 
-        answer: jobs_pb2.ListJobsResponse = await self._calls.answer("ListJobs", context, handle)
-        return answer
+        return await self._calls.answer("ListJobs", context, handle)
 
     async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: Any) -> jobs_pb2.CancelJobResponse:
         """End a job; the answer shows it final if it runs here."""
@@ -149,8 +143,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             record = await self._cancel(tenant.name, job_id)
             return jobs_pb2.CancelJobResponse(job=await self._shown(record))
 
-        answer: jobs_pb2.CancelJobResponse = await self._calls.answer("CancelJob", context, handle)
-        return answer
+        return await self._calls.answer("CancelJob", context, handle)
 
     async def finish_tidying(self) -> None:
         """Wait for the cancels that closed streams left behind."""
@@ -187,13 +180,13 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         self,
         events: AsyncIterator[FollowEvent],
         context: Any,
-        wrap: Callable[[types_pb2.StreamEvent], Any],
+        response: Callable[..., Any],
     ) -> bool:
         """Write a job's events; returns whether the job ended."""
         sequence = 0
         async for event in events:
             ended = await self._shown(event.record) if isinstance(event, Ended) else None
-            await context.write(wrap(convert.stream_event(event, sequence, ended)))
+            await context.write(response(event=convert.stream_event(event, sequence, ended)))
             sequence += 1
             if ended is not None:
                 return True
@@ -233,10 +226,6 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         task = asyncio.get_running_loop().create_task(quietly())
         self._tidying.add(task)
         task.add_done_callback(self._tidying.discard)
-
-
-def _wrapped(kind: Callable[..., Any], event: types_pb2.StreamEvent) -> Any:
-    return kind(event=event)
 
 
 def _named(job_id: str) -> str:
