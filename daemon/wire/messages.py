@@ -53,6 +53,7 @@ class Submit(Message, frozen=True):
     seed: int
     waited_s: float = 0.0  # Time already spent in the queue, for ageing.
     emitted_token_ids: list[int] = []
+    session_id: str = ""  # Names a chat session of the tenant's; empty is none.
 
 
 class Cancel(Message, frozen=True):
@@ -174,6 +175,7 @@ class Usage(Message, frozen=True):
     recomputed_tokens: int
     waited_s: float  # Arrival at the engine to first token.
     parked_s: float
+    cached_prompt_tokens: int = 0  # Of the prompt: not computed, because the session's slice held them.
 
 
 class Finished(Message, frozen=True):
