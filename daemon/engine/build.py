@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batond.daemon.engine.far import SHORTEST_FAR_TOKENS, far_error, far_tokens, window_error
+from batond.daemon.engine.arena import plan_arena
+from batond.daemon.engine.far import (
+    FAR_SPARE_COLUMNS,
+    SHORTEST_FAR_TOKENS,
+    far_error,
+    far_tokens,
+    window_error,
+)
 from batond.daemon.engine.layout import RecordLayout
 from batond.daemon.engine.padded import PaddedBatch
 from batond.daemon.engine.probe import (
     LONGEST_WINDOW_TOKENS,
     MODEL_ERRORS,
+    Way,
     alone_error,
     chunk_error,
     first_line,
@@ -23,6 +31,7 @@ from batond.daemon.engine.probe import (
     tolerance,
 )
 from batond.daemon.engine.recipe import MaskForm, Recipe
+from batond.daemon.engine.ring import RingBatch
 from batond.daemon.engine.uncached import UncachedBatch
 from batond.daemon.errors import ConfigError, UnsupportedModelError
 
@@ -34,7 +43,7 @@ if TYPE_CHECKING:
     from batond.daemon.engine.batch import Batch
     from batond.daemon.engine.model import CausalModel
     from batond.daemon.engine.prefill import PromptBatch
-    from batond.daemon.engine.probe import MakeBatch, Question, References
+    from batond.daemon.engine.probe import Question, References
 
 _BESIDE = "beside another query, parked and moved, logits stay within"
 _IN_TURN = "taking turns, logits stay within"
@@ -52,6 +61,7 @@ class Serving:
         chunkable: Prompts may be computed in parts; otherwise each takes one forward.
         replay_by_step: Emitted tokens must be recomputed one by one: in one forward they come out otherwise.
         preemption_mode: "offload", or "recompute" where a parked query keeps nothing but its tokens.
+        capacity: Columns of the ring, which bound a query's tokens; None without a ring.
     """
 
     batch: Batch
@@ -60,6 +70,7 @@ class Serving:
     chunkable: bool = True
     replay_by_step: bool = False
     preemption_mode: str = "offload"
+    capacity: int | None = None
 
 
 def probe_layout(model: CausalModel) -> RecordLayout:
@@ -81,31 +92,41 @@ def probe_layout(model: CausalModel) -> RecordLayout:
     return layout
 
 
-def choose_batch(kind: str, model: CausalModel, rows: int, *, one_at_a_time: bool = False) -> Serving:
+def choose_batch(
+    kind: str,
+    model: CausalModel,
+    rows: int,
+    *,
+    max_query_tokens: int | None = None,
+    one_at_a_time: bool = False,
+) -> Serving:
     """Find a way to serve the model exactly.
 
     Args:
         kind: "auto", "padded" or "ring".
         model: The model; its recipe is set.
         rows: Rows of the batch.
+        max_query_tokens: Most tokens of a query, which are the columns of a ring; None is as many as the
+            model's context has and as fit into memory.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
 
     Raises:
-        ConfigError: The kind is unknown, or not there yet.
+        ConfigError: The kind is unknown, or the ring doesn't fit into memory.
         UnsupportedModelError: The model's tokens would depend on batch mates or parks.
     """
-    if kind == "ring":
-        raise ConfigError('batch "ring" is not available yet: use "auto" or "padded"', batch=kind)
-    if kind not in {"auto", "padded"}:
+    if kind not in {"auto", "padded", "ring"}:
         raise ConfigError(f'batch must be "auto", "padded" or "ring", not {kind!r}', batch=kind)
     trial = _Trial(model)
-    ways = [_shared(trial, rows)]
-    if one_at_a_time:
+    ways = [_shared(trial, kind, rows, max_query_tokens)]
+    if one_at_a_time and kind != "ring":
         ways.append(_alone(trial))
     for serving in itertools.chain(*ways):
         return serving
+    why = trial.why if kind != "ring" else trial.ring_reason or trial.why
     advice = "" if one_at_a_time else "; allow one_at_a_time to try it in a batch of one row"
-    raise UnsupportedModelError(f"no batch serves this model exactly: {trial.why}{advice}", model=model.name)
+    if kind == "ring":
+        advice = '; "auto" serves it another way if one is exact'
+    raise UnsupportedModelError(f"no batch serves this model exactly: {why}{advice}", model=model.name)
 
 
 class _Trial:
@@ -114,17 +135,23 @@ class _Trial:
     def __init__(self, model: CausalModel) -> None:
         self.model = model
         self.reasons: list[str] = []
+        self.ring_reason = ""
         self._queries = references(model)
+
+    @property
+    def longest_query_tokens(self) -> int:
+        """Tokens of the longest probe query, the output's included."""
+        return max(len(query.prompt) + len(query.tokens) for query in self._queries)
 
     @property
     def why(self) -> str:
         """The reasons in one line, each once."""
         return "; ".join(dict.fromkeys(self.reasons))
 
-    def error(self, question: Question, make: MakeBatch, what: str) -> float | None:
+    def error(self, question: Question, way: Way, what: str) -> float | None:
         """The largest difference, if rounding explains it; else None, and a reason more."""
         try:
-            found = question(make, self._queries)
+            found = question(way, self._queries)
         except (*MODEL_ERRORS, UnsupportedModelError) as failure:
             self.reasons.append(f"{what}: {type(failure).__name__}: {first_line(failure)}")
             return None
@@ -134,36 +161,36 @@ class _Trial:
         self.reasons.append(f"{what}: logits differ by {found:.1e} from generate's (allowed {allowed:.0e})")
         return None
 
-    def holds(self, question: Question, make: MakeBatch) -> bool:
+    def holds(self, question: Question, way: Way) -> bool:
         """Whether a further promise holds; no reason is kept."""
         kept = list(self.reasons)
-        holds = self.error(question, make, "") is not None
+        holds = self.error(question, way, "") is not None
         self.reasons = kept
         return holds
 
-    def _windows_hold(self, layout: RecordLayout, make: MakeBatch, what: str) -> bool:
+    def windows_hold(self, layout: RecordLayout, way: Way, what: str) -> bool:
         """Whether windows too wide for the probe queries are applied as transformers' cache applies them."""
         window = self.model.window_tokens
         if not LONGEST_WINDOW_TOKENS < window < self.model.max_context_tokens:
             return True
 
-        def question(make_batch: MakeBatch, _queries: References) -> float:
-            return window_error(self.model, layout, make_batch, window + 8)
+        def question(tried: Way, _queries: References) -> float:
+            return window_error(self.model, layout, tried, window + 8)
 
-        return self.error(question, make, f"{what}, behind a window of {window}") is not None
+        return self.error(question, way, f"{what}, behind a window of {window}") is not None
 
-    def far_holds(self, layout: RecordLayout, make: MakeBatch, what: str) -> bool:
+    def far_holds(self, layout: RecordLayout, way: Way, what: str) -> bool:
         """Whether padding still changes nothing behind thousands of tokens."""
         if not layout.token_slots or far_tokens(self.model, layout) < SHORTEST_FAR_TOKENS:
             return True
 
-        def question(make_batch: MakeBatch, _queries: References) -> float:
-            return far_error(self.model, layout, make_batch)
+        def question(tried: Way, _queries: References) -> float:
+            return far_error(self.model, layout, tried)
 
         tokens = far_tokens(self.model, layout)
-        return self.error(question, make, f"{what}, behind {tokens} tokens") is not None
+        return self.error(question, way, f"{what}, behind {tokens} tokens") is not None
 
-    def recipes(self) -> Iterator[tuple[str, RecordLayout, MakeBatch]]:
+    def recipes(self) -> Iterator[tuple[str, RecordLayout, Way]]:
         """Every recipe that runs, set on the model: its name, the cache's layout, the batch that uses it."""
         if not self.model.takes_cache:
             return
@@ -181,67 +208,120 @@ class _Trial:
                 forms = [MaskForm.NONE]
             for form in forms:
                 self.model.recipe = replace(self.model.recipe, mask=form)
-                make = _padded_maker(self.model, layout)
-                if self._windows_hold(layout, make, f"mask {form.value}"):
-                    yield f"padded, mask {form.value}", layout, make
+                way = _padded_way(self.model, layout)
+                if self.windows_hold(layout, way, f"mask {form.value}"):
+                    yield f"padded, mask {form.value}", layout, way
             return  # A cache the model takes is as good as its own.
 
 
-def _shared(trial: _Trial, rows: int) -> Iterator[Serving]:
+def _shared(trial: _Trial, kind: str, rows: int, max_query_tokens: int | None) -> Iterator[Serving]:
     """Ways in which queries share forwards, best first."""
-    for name, layout, make in trial.recipes():
-        error = trial.error(shared_error, make, name)
-        if error is not None and trial.far_holds(layout, make, name):
-            yield _padded(trial, make, rows, f"{name}: {_BESIDE} {error:.1e} of generate's")
-    if not trial.model.takes_cache:
+    for name, layout, way in trial.recipes():
+        if kind != "padded":
+            try:
+                yield from _ring(trial, layout, way, rows, max_query_tokens)
+            except ConfigError as refusal:
+                if kind == "ring":
+                    raise
+                trial.ring_reason = refusal.message
+        if kind == "ring":
+            continue
+        error = trial.error(shared_error, way, name)
+        if error is not None and trial.far_holds(layout, way, name):
+            reason = f"{name}: {_BESIDE} {error:.1e} of generate's"
+            if trial.ring_reason and kind == "auto":
+                reason += f"; not a ring: {trial.ring_reason}"
+            yield _cached(trial, way, rows, reason)
+    if not trial.model.takes_cache and kind != "ring":
         trial.model.recipe = Recipe()
-        make = _uncached_maker(trial.model, shared=True)
-        error = trial.error(shared_error, make, "without a cache")
+        way = _uncached_way(trial.model, shared=True)
+        error = trial.error(shared_error, way, "without a cache")
         if error is not None:
-            yield _uncached(make, rows, f"the model takes no cache: {_BESIDE} {error:.1e} of generate's")
+            yield _uncached(way, rows, f"the model takes no cache: {_BESIDE} {error:.1e} of generate's")
+
+
+def _ring(
+    trial: _Trial, layout: RecordLayout, padded: Way, rows: int, max_query_tokens: int | None
+) -> Iterator[Serving]:
+    """Decode on a ring, where that is exact."""
+    error = _ring_error(trial, layout, padded)
+    if error is not None:
+        arena = plan_arena(trial.model, layout, rows, max_query_tokens)
+        way = _ring_way(trial.model, layout, arena.columns, padded)
+        reason = f"ring: {_BESIDE} {error:.1e} of generate's{arena.remark}"
+        yield _cached(trial, way, rows, reason, capacity=arena.columns)
+
+
+def _ring_error(trial: _Trial, layout: RecordLayout, padded: Way) -> float | None:
+    """How far a ring is off, over a wrap of its columns; None, and the reason kept, where it is not exact."""
+    model = trial.model
+    if not layout.token_slots or not layout.keys_and_values_only:
+        trial.ring_reason = "the model's cache holds more than keys and values, or none"
+        return None
+    if model.recipe.own_cache:
+        trial.ring_reason = "the model makes its cache itself"
+        return None
+    kept, trial.reasons = trial.reasons, []
+    near = _ring_way(model, layout, trial.longest_query_tokens, padded)
+    error = trial.error(shared_error, near, "ring")
+    if error is not None:
+        far = _ring_way(model, layout, far_tokens(model, layout) + FAR_SPARE_COLUMNS, padded)
+        if not (trial.windows_hold(layout, far, "ring") and trial.far_holds(layout, far, "ring")):
+            error = None
+    trial.ring_reason, trial.reasons = trial.why, kept
+    return error
 
 
 def _alone(trial: _Trial) -> Iterator[Serving]:
     """Ways in which each query has the model for itself."""
     why = f"no shared batch is exact ({trial.why})"
-    for name, _, make in trial.recipes():
-        error = trial.error(alone_error, make, f"alone, {name}")
+    for name, _, way in trial.recipes():
+        error = trial.error(alone_error, way, f"alone, {name}")
         if error is not None:
-            yield _padded(trial, make, 1, f"one at a time, {why}: {_IN_TURN} {error:.1e} of generate's")
-    make = _uncached_maker(trial.model, shared=False)
-    error = trial.error(alone_error, make, "alone without a cache")
+            yield _cached(trial, way, 1, f"one at a time, {why}: {_IN_TURN} {error:.1e} of generate's")
+    way = _uncached_way(trial.model, shared=False)
+    error = trial.error(alone_error, way, "alone without a cache")
     if error is not None:
         reason = f"one at a time and without a cache, {why}: {_IN_TURN} {error:.1e} of generate's"
-        yield _uncached(make, 1, reason)
+        yield _uncached(way, 1, reason)
 
 
-def _padded(trial: _Trial, make: MakeBatch, rows: int, reason: str) -> Serving:
+def _cached(trial: _Trial, way: Way, rows: int, reason: str, *, capacity: int | None = None) -> Serving:
     # A model that no shared batch serves is computed in just the steps that `generate` takes.
     alone = rows == 1 and bool(trial.reasons)
-    chunkable = not alone and trial.holds(chunk_error, make)
+    chunkable = not alone and trial.holds(chunk_error, way)
     if trial.model.limit_reason:
         reason += f"; queries end at {trial.model.max_context_tokens} tokens: {trial.model.limit_reason}"
     if not chunkable:
         reason += "; prompts in one forward: chunks would change the result"
     return Serving(
-        make(rows),
-        lambda: make(1),
+        way.batch(rows),
+        way.prompt,
         reason,
         chunkable=chunkable,
-        replay_by_step=alone or not trial.holds(replay_error, make),
+        replay_by_step=alone or not trial.holds(replay_error, way),
+        capacity=capacity,
     )
 
 
-def _uncached(make: MakeBatch, rows: int, reason: str) -> Serving:
-    return Serving(make(rows), lambda: make(1), reason, preemption_mode="recompute")
+def _uncached(way: Way, rows: int, reason: str) -> Serving:
+    return Serving(way.batch(rows), way.prompt, reason, preemption_mode="recompute")
 
 
-def _padded_maker(model: CausalModel, layout: RecordLayout) -> MakeBatch:
-    return lambda rows: PaddedBatch(model, rows, layout)
+def _padded_way(model: CausalModel, layout: RecordLayout) -> Way:
+    return Way(lambda rows: PaddedBatch(model, rows, layout), lambda: PaddedBatch(model, 1, layout))
 
 
-def _uncached_maker(model: CausalModel, *, shared: bool) -> MakeBatch:
-    return lambda rows: UncachedBatch(model, rows, shared=shared)
+def _ring_way(model: CausalModel, layout: RecordLayout, columns: int, padded: Way) -> Way:
+    """Decode on a ring; prompts are computed as for the padded batch, with the model's own attention."""
+    return Way(lambda rows: RingBatch(model, rows, layout, columns), padded.prompt)
+
+
+def _uncached_way(model: CausalModel, *, shared: bool) -> Way:
+    return Way(
+        lambda rows: UncachedBatch(model, rows, shared=shared),
+        lambda: UncachedBatch(model, 1, shared=shared),
+    )
 
 
 def _probe_cache(model: CausalModel, rows: int, columns: int) -> Cache:

@@ -18,13 +18,14 @@ from batond.daemon.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from batond.daemon.engine.layout import RecordLayout
     from batond.daemon.engine.model import CausalModel
-    from batond.daemon.engine.probe import MakeBatch
+    from batond.daemon.engine.probe import Way
     from batond.offload.slice import KVSlice
 
 FAR_TOKENS = 4200  # Beyond the selection budgets of 2048 in use.
 SHORTEST_FAR_TOKENS = 32  # Nearer, the probe queries say as much.
 _MOST_BYTES = 1 << 30
 _PADDING_COLUMNS = 3  # Odd: shifts the blocks of every block size but 3.
+FAR_SPARE_COLUMNS = _PADDING_COLUMNS + 2  # What a ring needs beyond: the longer mate, and a step.
 _MOST_EQUAL_SCORES = 2  # Of thousands of single-precision scores, a third equal one is no accident.
 _MOST_EQUAL_SHARE_HALF = 0.02  # Half precision has few numbers; more than this is no accident either.
 
@@ -35,7 +36,7 @@ def far_tokens(model: CausalModel, layout: RecordLayout) -> int:
     return min(FAR_TOKENS, room, _MOST_BYTES // max(layout.record_bytes, 1))
 
 
-def far_error(model: CausalModel, layout: RecordLayout, make: MakeBatch) -> float:
+def far_error(model: CausalModel, layout: RecordLayout, way: Way) -> float:
     """Relative difference of a step behind many made-up tokens, alone and left-padded beside a longer mate.
 
     Raises:
@@ -45,23 +46,23 @@ def far_error(model: CausalModel, layout: RecordLayout, make: MakeBatch) -> floa
     tokens = far_tokens(model, layout)
     noise = torch.Generator().manual_seed(1)
     mate = layout.random(tokens + _PADDING_COLUMNS, model.device, noise)
-    half, _ = _watched_step(layout.random(tokens // 2, model.device, noise), make)
+    half, _ = _watched_step(layout.random(tokens // 2, model.device, noise), way)
     mine = layout.random(tokens, model.device, noise)
-    whole, alone = _watched_step(mine, make)
+    whole, alone = _watched_step(mine, way)
     for (shorter, _), (longer, tied) in zip(half, whole, strict=False):
         if tied and longer > shorter:  # Grows with the columns: not a choice among experts.
             raise UnsupportedModelError(
                 "the model selects among columns whose scores are equal; which of them it takes is not"
                 " defined and depends on padding"
             )
-    pair = make(2)
+    pair = way.batch(2)
     pair.embed(0, mine)
     pair.embed(1, mate)
     beside = pair.step({0: [3], 1: [4]})[0]
     return float((beside - alone).norm() / alone.norm())
 
 
-def window_error(model: CausalModel, layout: RecordLayout, make: MakeBatch, tokens: int) -> float:
+def window_error(model: CausalModel, layout: RecordLayout, way: Way, tokens: int) -> float:
     """Relative difference of one step behind `tokens` made-up tokens: ours, and with transformers' own cache.
 
     Shows whether a wide window is applied by the model's masks, which the batch passes on, or by its cache
@@ -70,11 +71,11 @@ def window_error(model: CausalModel, layout: RecordLayout, make: MakeBatch, toke
     Args:
         model: The model.
         layout: Of its cache.
-        make: Makes the batch under test.
+        way: The way of serving under test.
         tokens: More than the window.
     """
     kv = layout.random(tokens, model.device, torch.Generator().manual_seed(1))
-    batch = make(1)
+    batch = way.batch(1)
     batch.embed(0, kv)
     ours = batch.step({0: [3]})[0]
     cache = model.transformers_cache(layout, kv)
@@ -84,9 +85,9 @@ def window_error(model: CausalModel, layout: RecordLayout, make: MakeBatch, toke
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def _watched_step(kv: KVSlice, make: MakeBatch) -> tuple[list[tuple[int, bool]], torch.Tensor]:
+def _watched_step(kv: KVSlice, way: Way) -> tuple[list[tuple[int, bool]], torch.Tensor]:
     """One step behind a slice: what was selected from, and the logits."""
-    batch = make(1)
+    batch = way.batch(1)
     batch.embed(0, kv)
     with _SelectionWatch() as watch:
         logits = batch.step({0: [3]})[0]

@@ -132,7 +132,11 @@ class LocalEngine:
         self._ready_limit = 0 if self._inline else ready_limit
         self._kv_budget_bytes = kv_budget_bytes
         self.classes = classes or SlaClasses()
-        serving = choose_batch(batch, self.model, rows, one_at_a_time=one_at_a_time)
+        if self._inline and batch == "auto":
+            batch = "padded"  # A ring takes one token a row and step.
+        serving = choose_batch(
+            batch, self.model, rows, max_query_tokens=max_query_tokens, one_at_a_time=one_at_a_time
+        )
         if self._inline and (
             serving.batch.layout.state_slots or self.model.has_windows or not serving.chunkable
         ):
@@ -140,6 +144,8 @@ class LocalEngine:
                 "inline prefill leaves gaps that sliding windows or recurrent state count"
             )
         self.rows = serving.batch.rows
+        if serving.capacity is not None:
+            self.max_query_tokens = min(self.max_query_tokens, serving.capacity)
         self.batch_kind, self.batch_reason = serving.batch.kind, serving.reason
         self.preemption_mode = serving.preemption_mode
         self.chunkable = serving.chunkable

@@ -53,10 +53,21 @@ class Reference:
     logits: torch.Tensor
 
 
-#: Makes an empty batch of that many rows.
-MakeBatch = Callable[[int], "PromptBatch"]
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of serving under test.
+
+    Attributes:
+        batch: Makes an empty decode batch of that many rows.
+        prompt: Makes an empty batch of one row for a prompt.
+    """
+
+    batch: Callable[[int], Batch]
+    prompt: Callable[[], PromptBatch]
+
+
 #: Returns the largest relative difference between a way of serving and the references.
-Question = Callable[[MakeBatch, "References"], float]
+Question = Callable[[Way, "References"], float]
 References = tuple[Reference, ...]
 
 
@@ -90,17 +101,17 @@ def references(model: CausalModel) -> References:
     return found
 
 
-def shared_error(make: MakeBatch, queries: References) -> float:
+def shared_error(way: Way, queries: References) -> float:
     """Largest relative difference of queries served beside each other, one parked and moved."""
     mine, mate, last = lives = [_Life(reference) for reference in queries]
-    batch = make(3)
-    batch.embed(0, mine.prefill(make(1)))
+    batch = way.batch(3)
+    batch.embed(0, mine.prefill(way.prompt()))
     _advance(batch, {0: mine}, 2)
-    batch.embed(1, mate.prefill(make(1)))
+    batch.embed(1, mate.prefill(way.prompt()))
     _advance(batch, {0: mine, 1: mate}, 3)
     parked = _take(batch, 0)
     _advance(batch, {1: mate}, 2)
-    batch.embed(0, last.prefill(make(1)))
+    batch.embed(0, last.prefill(way.prompt()))
     _advance(batch, {1: mate, 0: last}, 1)
     batch.embed(2, parked)
     _advance(batch, {1: mate, 2: mine, 0: last}, 2)
@@ -111,17 +122,17 @@ def shared_error(make: MakeBatch, queries: References) -> float:
     return _worst(lives)
 
 
-def alone_error(make: MakeBatch, queries: References) -> float:
+def alone_error(way: Way, queries: References) -> float:
     """The same for queries that take turns in a batch of one row."""
     mine, mate, last = lives = [_Life(reference) for reference in queries]
-    batch = make(1)
-    batch.embed(0, mine.prefill(make(1)))
+    batch = way.batch(1)
+    batch.embed(0, mine.prefill(way.prompt()))
     _advance(batch, {0: mine}, 3)
     parked = _take(batch, 0)
-    batch.embed(0, mate.prefill(make(1)))
+    batch.embed(0, mate.prefill(way.prompt()))
     _advance(batch, {0: mate}, 4)
     batch.free(0)
-    batch.embed(0, last.prefill(make(1)))
+    batch.embed(0, last.prefill(way.prompt()))
     _advance(batch, {0: last}, last.left)
     batch.free(0)
     batch.embed(0, parked)
@@ -129,17 +140,17 @@ def alone_error(make: MakeBatch, queries: References) -> float:
     return _worst(lives)
 
 
-def chunk_error(make: MakeBatch, queries: References) -> float:
+def chunk_error(way: Way, queries: References) -> float:
     """Largest relative difference of prompts computed in chunks, parked between two of them."""
     worst = 0.0
     for reference in queries:
-        life, batch = _Life(reference), make(1)
+        life, batch = _Life(reference), way.prompt()
         length = len(reference.prompt)
         bounds = sorted({0, 1, length // 2, length - 1, length})  # Single tokens at both ends, too.
         for first, last in itertools.pairwise(bounds):
             kv = batch.extract(0) if first else None
             if kv is not None:
-                batch = make(1)
+                batch = way.prompt()
                 batch.embed(0, kv)
             logits = batch.step({0: reference.prompt[first:last]})
         life.note(logits[0])
@@ -148,11 +159,11 @@ def chunk_error(make: MakeBatch, queries: References) -> float:
     return worst
 
 
-def replay_error(make: MakeBatch, queries: References) -> float:
+def replay_error(way: Way, queries: References) -> float:
     """Largest relative difference when prompt and output so far are computed in one forward."""
     worst = 0.0
     for reference in queries:
-        life, batch = _Life(reference, done=_STEPS // 2 - 1), make(1)
+        life, batch = _Life(reference, done=_STEPS // 2 - 1), way.prompt()
         life.note(batch.step({0: [*reference.prompt, *reference.tokens[: life.done + 1]]})[0])
         _advance(batch, {0: life}, life.left)
         worst = max(worst, life.error, key=_nan_first)

@@ -26,6 +26,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from batond.daemon.engine.model import note_states
+from batond.daemon.engine.recipe import Recipe
 from batond.daemon.engine.ring_attention import RING_ATTENTION, RingWindow, active_window, ranges_up_to
 from batond.daemon.errors import UnsupportedModelError
 from batond.offload.slice import KVSlice
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
     from batond.daemon.engine.layout import RecordLayout, Slot
     from batond.daemon.engine.model import CausalModel
+
+
+_RECIPE = Recipe()  # The model's own may be for prompts: the ring's mask function needs the columns.
 
 
 class RingBatch:
@@ -67,7 +71,7 @@ class RingBatch:
         self._state = torch.zeros(rows, layout.state_bytes, dtype=torch.uint8, device=model.device)
         self._lengths = [0] * rows
         self._cursor = -1  # Newest column; -1 before the first.
-        self._window = RingWindow(capacity, model.device)
+        self._window = RingWindow(self._storage)
         self._cache = self._ring_cache()
 
     @property
@@ -129,7 +133,11 @@ class RingBatch:
         device = self.device
         with active_window(self._window), self._model.attention(RING_ATTENTION):
             return self._model.forward(
-                input_ids.to(device), self._window.padding_mask(), position_ids.to(device), self._cache
+                input_ids.to(device),
+                self._window.padding_mask(),
+                position_ids.to(device),
+                self._cache,
+                recipe=_RECIPE,
             )
 
     def check_integrity(self) -> None:
@@ -185,12 +193,12 @@ class RingLayerMixin:
             value_states: Shape [rows, heads, 1, value dim].
 
         Returns:
-            Views of shape [rows, heads, columns of the window, dim].
+            Shape [rows, heads, columns of the window, dim]; views, unless the window is `in_order` and wraps.
         """
         self.key_store[:, self.window.cursor] = key_states[:, :, 0]
         self.value_store[:, self.window.cursor] = value_states[:, :, 0]
-        first, last = self.window.span
-        return self.key_store[:, first:last].transpose(1, 2), self.value_store[:, first:last].transpose(1, 2)
+        keys, values = self.window.read(self.key_store), self.window.read(self.value_store)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_seq_length(self) -> int:
         """Columns before the new one."""

@@ -55,38 +55,63 @@ class Run:
 class RingWindow:
     """Which columns a step reads: the live window, its place on the ring, and each row's part of it.
 
+    Where the live window wraps, the model gets the whole ring as it lies, which costs nothing because
+    attention reads the rows' ranges alone. A model that computes keys from what the cache keeps (MLA expands
+    latents) would do so for the whole ring; it gets the live columns in order of age instead (`in_order`).
+
+    Args:
+        storage: The ring's records, shape [rows, capacity, record].
+
     Attributes:
+        in_order: Whether a wrapped window is copied together; set by the first attention over computed keys.
         cursor: Newest column.
         size: Columns handed to the model.
-        span: Their range [first, last) on the ring; the whole ring where the live window wraps.
+        spans: Their ranges [first, last) on the ring, oldest first; the whole ring, in one, where the live
+            window wraps and is read as it lies.
         lengths: Tokens per row, the new one included; an idle row sees the newest column only, because
             attention over nothing is not defined.
         runs: All rows, in order, as they are read.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self.capacity = capacity
-        self.device = device
+    def __init__(self, storage: torch.Tensor) -> None:
+        self.capacity = storage.shape[1]
+        self.device = storage.device
+        self._storage_start = storage.untyped_storage().data_ptr()
+        self.in_order = False
         self.cursor = 0
         self.size = 1
-        self.span = (0, 1)
+        self.spans: tuple[tuple[int, int], ...] = ((0, 1),)
         self.lengths: list[int] = []
         self.runs: list[Run] = []
 
     @property
-    def wraps(self) -> bool:
-        """Whether the live window runs over the end of the ring."""
-        return self.span[1] != self.cursor + 1
+    def rotated(self) -> bool:
+        """Whether the columns handed to the model don't end with the newest."""
+        return self.spans[-1][1] != self.cursor + 1
 
     def advance(self, cursor: int, lengths: Sequence[int]) -> None:
         """Move to a new newest column; `lengths` counts it already."""
-        longest = max(lengths)
-        first = cursor + 1 - longest
         self.cursor = cursor
-        self.span = (first, cursor + 1) if first >= 0 else (0, self.capacity)
-        self.size = self.span[1] - self.span[0]
+        self.spans = ranges_up_to(cursor, max(lengths), self.capacity)
+        if len(self.spans) > 1 and not self.in_order:
+            self.spans = ((0, self.capacity),)
+        self.size = sum(last - first for first, last in self.spans)
         self.lengths = [max(length, 1) for length in lengths]
         self.runs = [self._run(rows) for rows in self._groups()]
+
+    def read(self, store: torch.Tensor) -> torch.Tensor:
+        """The columns handed to the model; a view, unless they are copied together.
+
+        Args:
+            store: Shape [rows, capacity, ...].
+        """
+        parts = [store[:, first:last] for first, last in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def note_keys(self, key: torch.Tensor) -> None:
+        """Learn from the keys of an attention whether the model computes them from what the ring keeps."""
+        if not self.in_order and key.untyped_storage().data_ptr() != self._storage_start:
+            self.in_order = True  # From the next step on.
 
     def padding_mask(self) -> torch.Tensor:
         """1 where a row has a token, in order of age (newest last); int64, shape [rows, size]."""
@@ -96,7 +121,9 @@ class RingWindow:
 
     def ranges(self, length: int) -> tuple[tuple[int, int], ...]:
         """Where the newest `length` columns lie in those handed to the model, oldest first."""
-        return ranges_up_to(self.cursor - self.span[0], length, self.capacity)
+        if not self.rotated:
+            return ((self.size - length, self.size),)
+        return ranges_up_to(self.cursor, length, self.capacity)
 
     def _groups(self) -> list[tuple[int, int]]:
         """Split the rows into neighbours that cost less together than one by one."""
@@ -145,7 +172,7 @@ def ring_mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: A
         return None
     mask: torch.Tensor | None = sdpa_mask(*args, mask_function=mask_function, **kwargs)
     window: RingWindow = _local.window
-    if mask is None or not window.wraps:
+    if mask is None or not window.rotated:
         return mask
     return mask.roll(window.cursor + 1, dims=-1)
 
@@ -177,6 +204,7 @@ def ring_attention(  # noqa: PLR0917 - the interface's signature
         Shape [rows, 1, heads, value dim], and no weights.
     """
     window: RingWindow = _local.window
+    window.note_keys(key)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows, heads, _, dim = query.shape
     grouped = query.view(rows, key.shape[1], heads // key.shape[1], dim)
