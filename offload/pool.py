@@ -38,11 +38,30 @@ class Reservation:
     Attributes:
         nbytes: How many.
         extents: Where in the pool, in the order of the owner's bytes.
+        whole: The reservation that this one is the beginning of; None if it is one of its own.
     """
 
     nbytes: int
     extents: tuple[Extent, ...]
     _pool: HostPool
+    whole: Reservation | None = None
+
+    def head(self, nbytes: int) -> Reservation:
+        """The first bytes, to be read as long as the whole is held; can't be released by itself.
+
+        Raises:
+            ValueError: There are not so many.
+        """
+        if not 0 <= nbytes <= self.nbytes:
+            raise ValueError(f"a reservation of {self.nbytes} bytes has no first {nbytes}")
+        extents: list[Extent] = []
+        missing = nbytes
+        for extent in self.extents:
+            part = min(missing, extent.nbytes)
+            if part:
+                extents.append(Extent(extent.start, part))
+            missing -= part
+        return Reservation(nbytes, tuple(extents), self._pool, self.whole or self)
 
     def views(self) -> list[torch.Tensor]:
         """The bytes as tensors, each uint8 of shape [m] within one chunk, in the order of the owner's bytes.
@@ -174,7 +193,7 @@ class HostPool:
     def views(self, reservation: Reservation) -> list[torch.Tensor]:
         """See `Reservation.views`."""
         with self._lock:
-            self._check_live(reservation)
+            self._check_live(reservation.whole or reservation)
         found: list[torch.Tensor] = []
         for extent in reservation.extents:
             position = extent.start

@@ -125,7 +125,12 @@ class ParkedStore:
         return entry.parked
 
     def begin_load(
-        self, owner_id: str, device: torch.device | str, *, layout_hash: str | None = None
+        self,
+        owner_id: str,
+        device: torch.device | str,
+        *,
+        layout_hash: str | None = None,
+        first_tokens: int | None = None,
     ) -> LoadTicket:
         """Start copying a parked slice to a device. The host copy stays.
 
@@ -133,8 +138,11 @@ class ParkedStore:
             owner_id: Whose.
             device: Where to.
             layout_hash: If given, the slice must have been stored with it.
+            first_tokens: Copy only so many of the oldest records; the whole slice is verified all the same.
+                None copies all.
 
         Raises:
+            ValueError: There are not so many records, or a state belongs to the whole slice.
             SliceCorruptError: It has another layout; it can only be discarded.
             CopyFailedError: The copy did not start; nothing has changed.
             OffloadStateError: Nothing is parked for the owner, or its copy is under way.
@@ -146,14 +154,18 @@ class ParkedStore:
         if layout_hash is not None and header.layout_hash != layout_hash:
             entry.move(SliceState.LOADING)
             raise self._corrupt(entry, f"layout {header.layout_hash} instead of {layout_hash}")
+        count = header.n_tokens if first_tokens is None else first_tokens
+        if not 0 <= count <= header.n_tokens or (count < header.n_tokens and header.state_bytes):
+            raise ValueError(f"the first {count} tokens can't be had alone from {header}")
         kv = KVSlice(
-            torch.empty((header.n_tokens, header.record_bytes), dtype=torch.uint8, device=device),
+            torch.empty((count, header.record_bytes), dtype=torch.uint8, device=device),
             torch.empty(header.state_bytes, dtype=torch.uint8, device=device),
         )
         if self._poison:
             _fill([kv.tokens, kv.state])
         try:
-            transfer = self._copier.load(entry.reservation, kv)
+            source = entry.reservation
+            transfer = self._copier.load(source if count == header.n_tokens else source.head(kv.nbytes), kv)
         except Exception as error:
             self.stats.failures += 1
             raise CopyFailedError(f"loading {owner_id} failed: {error}", owner_id=owner_id) from error
@@ -181,7 +193,7 @@ class ParkedStore:
             raise self._corrupt(entry, wrong)
         entry.move(SliceState.LOADED)
         self.stats.loads += 1
-        self.stats.bytes_in += entry.reservation.nbytes
+        self.stats.bytes_in += ticket.kv.nbytes
         return ticket.kv
 
     def discard(self, owner_id: str) -> None:

@@ -320,3 +320,24 @@ def test_integrity_finds_what_is_wrong() -> None:
     allocator.free_bytes += 1
     with pytest.raises(AssertionError, match="free_bytes"):
         allocator.check_integrity([Extent(0, 30)])
+
+
+def test_the_head_of_a_reservation_is_read_while_the_whole_is_held() -> None:
+    pool = HostPool(100, chunk_bytes=30)
+    hole, _kept = pool.reserve(10), pool.reserve(10)
+    pool.release(hole)
+    whole = pool.reserve(90)
+    head = whole.head(35)
+    assert head.nbytes == sum(view.numel() for view in head.views()) == 35
+    starts = [(view.data_ptr(), view.numel()) for view in whole.views()]
+    assert [view.data_ptr() for view in head.views()] == [start for start, _ in starts[: len(head.views())]]
+    assert (head.head(5).nbytes, whole.head(0).views()) == (5, [])
+    for nbytes in (-1, 91):
+        with pytest.raises(ValueError, match="has no first"):
+            whole.head(nbytes)
+    with pytest.raises(ReservationError):
+        pool.release(head)
+    pool.release(whole)
+    with pytest.raises(ReservationError):
+        head.views()
+    pool.check_integrity()

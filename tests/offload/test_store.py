@@ -67,6 +67,43 @@ def test_slices_of_every_shape(
     store.discard("a")
 
 
+@pytest.mark.parametrize("first_tokens", [0, 1, 2, 7, 30])
+def test_the_oldest_records_can_be_had_alone(make_store: Any, make_kv: Any, first_tokens: int) -> None:
+    """Over chunk borders and several extents; the host copy stays whole."""
+    store = make_store(48 * 60, chunk_bytes=77)
+    for owner in ("left", "middle", "right"):
+        park(store, owner, make_kv(owner, 10, state_bytes=0))
+    store.forget("left")
+    store.forget("right")
+    park(store, "a", make_kv("a", 30, state_bytes=0))
+    store.forget("middle")
+    ticket = store.begin_load("a", "cpu", first_tokens=first_tokens)
+    back = store.finish_load(ticket)
+    assert torch.equal(back.tokens, make_kv("a", 30, state_bytes=0).tokens[:first_tokens])
+    assert store.stats.bytes_in == first_tokens * 48
+    assert torch.equal(load(store, "a").tokens, make_kv("a", 30, state_bytes=0).tokens)
+
+
+def test_records_without_their_state_are_refused(make_store: Any, make_kv: Any, same: Any) -> None:
+    store = make_store()
+    park(store, "a", make_kv("a"))
+    park(store, "b", make_kv("b", state_bytes=0))
+    for owner, first_tokens in (("a", 4), ("a", 6), ("b", 6), ("b", -1)):
+        with pytest.raises(ValueError, match="can't be had alone"):
+            store.begin_load(owner, "cpu", first_tokens=first_tokens)
+    assert same(load(store, "a"), make_kv("a")), "nothing has changed"
+
+
+def test_damage_behind_the_records_asked_for_is_found(make_store: Any, make_kv: Any) -> None:
+    """R6: the checksum is over all of the slice."""
+    store = make_store()
+    park(store, "a", make_kv("a", state_bytes=0))
+    store._entries["a"].reservation.views()[-1][-1] ^= 1
+    with pytest.raises(SliceCorruptError, match="checksum"):
+        store.finish_load(store.begin_load("a", "cpu", first_tokens=1))
+    store.discard("a")
+
+
 def test_each_owner_reads_only_its_own_bytes(make_store: Any, make_kv: Any, same: Any) -> None:
     """R4."""
     chance = random.Random(4)
