@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     )
     from batond.clients.model import (
         BatchSnapshot,
+        Choice,
         Chunk,
         Event,
         Finished,
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
         ServerState,
         SlaClass,
         Started,
+        TokenLogprobs,
+        TopLogprob,
     )
     from batond.clients.retry import RetryPolicy
     from batond.clients.stream import JobStream
@@ -78,6 +81,7 @@ __all__ = [
     "CallCancelledError",
     "CallEndedError",
     "ChatMessage",
+    "Choice",
     "Chunk",
     "Client",
     "ClientDeadlineError",
@@ -114,6 +118,8 @@ __all__ = [
     "SlaClass",
     "Started",
     "TimeoutExpiredError",
+    "TokenLogprobs",
+    "TopLogprob",
     "UnauthenticatedError",
     "UnavailableError",
     "UnsupportedCallError",

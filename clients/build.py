@@ -57,10 +57,14 @@ class JobOptions(TypedDict, total=False):
         regex: The output must match this regular expression.
         grammar: The output must match this grammar (GBNF, start rule `root`); one of these three at most.
         seed: Makes sampling reproducible.
+        n: Generations wanted of the same prompt; see `JobInfo.choices` and `Chunk.choice`.
+        logprobs: Report each emitted token's log-probability and so many of the likeliest tokens', 0 to 20.
+        prompt_logprobs: The same for every token of the prompt but the first.
         ignore_eos: Don't end at the model's end-of-sequence ids.
         stop_token_ids: Further ids that end the generation.
         stop: Strings that end the generation.
         labels: Free text given back with the job.
+        session_id: Names a conversation; the next turn need not compute again what this one has.
         job_id: The caller's own id, which makes the submission idempotent; one is made if left out.
     """
 
@@ -82,10 +86,14 @@ class JobOptions(TypedDict, total=False):
     regex: str
     grammar: str
     seed: int
+    n: int
+    logprobs: int
+    prompt_logprobs: int
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     stop: str | Sequence[str]
     labels: Mapping[str, str]
+    session_id: str
     job_id: str
 
 
@@ -103,10 +111,13 @@ SAMPLING_FIELDS = (
     "regex",
     "grammar",
     "seed",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
     "ignore_eos",
     "stop_token_ids",
 )
-SPEC_FIELDS = ("model", "sla_class", "labels")
+SPEC_FIELDS = ("model", "sla_class", "labels", "session_id")
 
 
 def submit(prompt: str | None, options: JobOptions) -> jobs_pb2.SubmitJobRequest:
@@ -175,11 +186,14 @@ def named(kind: type[Named], **fields: str) -> Named:
     return message
 
 
-def watch(job_id: str, from_token_index: int) -> jobs_pb2.WatchJobRequest:
-    """Makes the request to follow a job from a token on."""
+def watch(
+    job_id: str, from_token_index: int, choice_from_token_indexes: Mapping[int, int] | None = None
+) -> jobs_pb2.WatchJobRequest:
+    """Makes the request to follow a job from a token on, or from one for each of its choices."""
     message = jobs_pb2.WatchJobRequest()
     _set(message, "job_id", job_id)
     _set(message, "from_token_index", from_token_index)
+    _set(message, "choice_from_token_indexes", choice_from_token_indexes)
     return message
 
 

@@ -16,7 +16,7 @@ from batond.clients.transport import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, ClientTL
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from batond.clients.build import JobOptions
     from batond.clients.follow import Request
@@ -110,7 +110,9 @@ class Client:
             The stream; nothing is sent before its first event is asked for. Use it as a context manager.
         """
         request = build.generate(prompt, options, detached=detached)
-        return self._stream(request.job_id, timeout_s, generation=request)
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        follow = Follow(request.job_id, self._retry, generation=request, end_s=end_s)
+        return JobStream(follow, self._start, self.cancel)
 
     def generate_text(
         self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[JobOptions]
@@ -124,10 +126,33 @@ class Client:
         with self.generate(prompt, timeout_s=timeout_s, **options) as stream:
             return outcome.succeeded(stream.last_job()).text
 
-    def watch(self, job_id: str, from_token_index: int = 0, *, timeout_s: float | None = None) -> JobStream:
-        """Streams the events of a job from a token on. Closing the stream changes nothing."""
-        build.watch(job_id, from_token_index)  # Refuses a wrong argument here and not at the first event.
-        return self._stream(job_id, timeout_s, from_token_index=from_token_index)
+    def watch(
+        self,
+        job_id: str,
+        from_token_index: int = 0,
+        *,
+        choice_from_token_indexes: Mapping[int, int] | None = None,
+        timeout_s: float | None = None,
+    ) -> JobStream:
+        """Streams the events of a job from a token on. Closing the stream changes nothing.
+
+        Args:
+            job_id: Which.
+            from_token_index: First token wanted; of each choice, if there are several.
+            choice_from_token_indexes: First token wanted of single choices.
+            timeout_s: Longest time of the whole stream; None is no bound.
+        """
+        # Refuses a wrong argument here and not at the first event.
+        build.watch(job_id, from_token_index, choice_from_token_indexes)
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        follow = Follow(
+            job_id,
+            self._retry,
+            from_token_index=from_token_index,
+            choice_from_token_indexes=choice_from_token_indexes,
+            end_s=end_s,
+        )
+        return JobStream(follow, self._start, self.cancel)
 
     def wait(self, job_id: str, *, timeout_s: float | None = None) -> JobInfo:
         """Waits until a job is final, whatever its end.
@@ -212,20 +237,6 @@ class Client:
         """
         response = self._call(self._admin.Drain, build.drain(drain_timeout_s), attempts=1)
         return int(response.running_jobs)
-
-    def _stream(
-        self,
-        job_id: str,
-        timeout_s: float | None,
-        *,
-        generation: jobs_pb2.GenerateStreamRequest | None = None,
-        from_token_index: int = 0,
-    ) -> JobStream:
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        follow = Follow(
-            job_id, self._retry, generation=generation, from_token_index=from_token_index, end_s=end_s
-        )
-        return JobStream(follow, self._start, self.cancel)
 
     def _start(self, request: Request, timeout_s: float | None) -> Any:
         starts = isinstance(request, jobs_pb2.GenerateStreamRequest)

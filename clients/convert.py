@@ -10,6 +10,7 @@ from batond.v1 import admin_pb2, types_pb2
 
 if TYPE_CHECKING:
     import enum
+    from collections.abc import Iterable
     from datetime import datetime
 
     from google.protobuf.duration_pb2 import Duration
@@ -37,10 +38,14 @@ def job(message: types_pb2.Job) -> model.JobInfo:
         preemptions=message.preemptions,
         recomputed_tokens=message.recomputed_tokens,
         prompt_tokens=message.prompt_tokens,
+        cached_prompt_tokens=message.cached_prompt_tokens,
         output_tokens=message.output_tokens,
         output_token_ids=tuple(message.output_token_ids),
         text=message.text,
-        finish_reason=_enum(model.FinishReason, types_pb2.FinishReason.items(), message.finish_reason),
+        finish_reason=_finish_reason(message.finish_reason),
+        logprobs=_logprobs(message.logprobs),
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
+        choices=tuple(_choice(one) for one in message.choices),
         error_code=message.error.code,
         error_reason=message.error.reason,
         error_message=message.error.message,
@@ -58,12 +63,13 @@ def event(message: types_pb2.StreamEvent) -> model.Event | None:
         case "started":
             found = model.Started(_seconds(message.started.queue_time))
         case "chunk":
-            chunk = message.chunk
-            found = model.Chunk(chunk.first_token_index, tuple(chunk.token_ids), chunk.text)
+            found = _chunk(message.chunk)
         case "preempted":
-            found = model.Preempted(message.preempted.reason, message.preempted.kept)
+            found = model.Preempted(
+                message.preempted.reason, message.preempted.kept, message.preempted.choice
+            )
         case "resumed":
-            found = model.Resumed()
+            found = model.Resumed(message.resumed.choice)
         case "finished":
             found = model.Finished(job(message.finished.job))
     return found
@@ -96,6 +102,8 @@ def server_info(message: admin_pb2.GetServerInfoResponse) -> model.ServerInfo:
         start_time=_time(message, "start_time"),
         uptime_s=_seconds(message.uptime),
         tenant=message.tenant,
+        max_choices=message.max_choices,
+        max_choice_tokens=message.max_choice_tokens,
     )
 
 
@@ -110,6 +118,7 @@ def snapshot(message: admin_pb2.BatchSnapshot) -> model.BatchSnapshot:
             cached_tokens=row.cached_tokens,
             output_tokens=row.output_tokens,
             max_tokens=row.max_tokens,
+            choice=row.choice,
         )
         for row in message.rows
     )
@@ -126,6 +135,7 @@ def snapshot(message: admin_pb2.BatchSnapshot) -> model.BatchSnapshot:
             parks=query.parks,
             parked_bytes=query.parked_bytes,
             held=query.held,
+            choice=query.choice,
         )
         for query in message.queries
     )
@@ -140,6 +150,43 @@ def snapshot(message: admin_pb2.BatchSnapshot) -> model.BatchSnapshot:
         queued_jobs=message.queued_jobs,
         counters=dict(message.counters),
     )
+
+
+def _chunk(message: types_pb2.TokenChunk) -> model.Chunk:
+    return model.Chunk(
+        message.first_token_index,
+        tuple(message.token_ids),
+        message.text,
+        choice=message.choice,
+        logprobs=_logprobs(message.logprobs),
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
+        finish_reason=_finish_reason(message.finish_reason),
+    )
+
+
+def _choice(message: types_pb2.Choice) -> model.Choice:
+    return model.Choice(
+        index=message.index,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        finish_reason=_finish_reason(message.finish_reason),
+        logprobs=_logprobs(message.logprobs),
+    )
+
+
+def _logprobs(messages: Iterable[types_pb2.TokenLogprobs]) -> tuple[model.TokenLogprobs, ...]:
+    return tuple(
+        model.TokenLogprobs(
+            one.token_id,
+            one.logprob if one.HasField("logprob") else None,
+            tuple(model.TopLogprob(top.token_id, top.logprob) for top in one.top),
+        )
+        for one in messages
+    )
+
+
+def _finish_reason(number: int) -> model.FinishReason:
+    return _enum(model.FinishReason, types_pb2.FinishReason.items(), number)
 
 
 def _enum(kind: type[State], items: list[tuple[str, int]], number: int) -> State:

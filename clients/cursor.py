@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from batond.clients import convert
@@ -9,29 +11,58 @@ from batond.clients.errors import ServerError
 from batond.clients.model import Chunk, Event, Finished, Queued, Started
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from batond.v1 import types_pb2
 
 
 class StreamCursor:
     """Lets each token, each text and each life-cycle step through once.
 
-    A stream that breaks is taken up with WatchJob at `next_token_index`, where the daemon goes on with tokens
-    and text exactly where it had stopped. What may come twice all the same: the flush of held-back text (a
-    chunk without tokens, at most one an index), and where the job stands (queued, started).
+    A stream that breaks is taken up with WatchJob at the next token of each choice, where the daemon goes on
+    with tokens and text exactly where it had stopped. What may come twice all the same: the end of a choice
+    with held-back text (a chunk without tokens, at most one an index), and where the job stands (queued,
+    started).
+
+    Args:
+        from_token_index: First token wanted of each choice.
+        starts: First token wanted of single choices.
+        choices: How many there are; None if that isn't known.
 
     Attributes:
-        next_token_index: Index of the first token not seen yet.
+        next_token_indexes: Index of the first token not seen yet, of each choice seen or known to be.
         finished: Whether the final event was seen.
         started: Whether any event was seen.
     """
 
-    def __init__(self, from_token_index: int = 0) -> None:
-        self.next_token_index = from_token_index
+    def __init__(
+        self,
+        from_token_index: int = 0,
+        *,
+        starts: Mapping[int, int] | None = None,
+        choices: int | None = None,
+    ) -> None:
+        self._from_token_index = from_token_index
+        self.next_token_indexes: defaultdict[int, int] = defaultdict(lambda: from_token_index, starts or {})
+        for choice in range(choices or 0):
+            self.next_token_indexes.setdefault(choice, from_token_index)
+        self._single = choices == 1
         self.finished = False
         self.started = False
-        self._flushed_at = -1
+        self._flushed_at: dict[int, int] = {}
         self._queued: Queued | None = None
         self._has_run = False
+
+    @property
+    def next_token_index(self) -> int:
+        """Index of the first token not seen yet; of several choices the one that is furthest behind."""
+        return min(self.next_token_indexes.values(), default=self._from_token_index)
+
+    def resume_at(self) -> tuple[int, dict[int, int]]:
+        """Where a new stream must begin: with which token of each choice, and of single ones."""
+        if self._single:
+            return self.next_token_index, {}
+        return self._from_token_index, dict(self.next_token_indexes)
 
     def accept(self, message: types_pb2.StreamEvent) -> Event | None:
         """Gives the event to hand to the caller, or None if there is nothing new in it.
@@ -53,18 +84,27 @@ class StreamCursor:
         return None if known else event
 
     def _accept_chunk(self, chunk: Chunk) -> Chunk | None:
-        gap = chunk.first_token_index - self.next_token_index
+        next_index = self.next_token_indexes[chunk.choice]
+        gap = chunk.first_token_index - next_index
         if gap > 0:
             raise ServerError(
-                f"the stream skipped {gap} tokens after index {self.next_token_index}", reason="STREAM_GAP"
+                f"the stream skipped {gap} tokens after index {next_index}", reason="STREAM_GAP"
             )
         if not chunk.token_ids:
-            if gap < 0 or self._flushed_at == self.next_token_index:
+            if gap < 0 or self._flushed_at.get(chunk.choice) == next_index:
                 return None
-            self._flushed_at = self.next_token_index
+            self._flushed_at[chunk.choice] = next_index
             return chunk
-        fresh = chunk.token_ids[-gap:] if gap else chunk.token_ids
-        if not fresh:
+        known = -gap
+        if known >= len(chunk.token_ids):
             return None
-        first_token_index, self.next_token_index = self.next_token_index, self.next_token_index + len(fresh)
-        return Chunk(first_token_index, fresh, chunk.text)
+        self.next_token_indexes[chunk.choice] = chunk.first_token_index + len(chunk.token_ids)
+        if not known:
+            return chunk
+        return dataclasses.replace(
+            chunk,
+            first_token_index=next_index,
+            token_ids=chunk.token_ids[known:],
+            logprobs=chunk.logprobs[known:],
+            prompt_logprobs=(),
+        )

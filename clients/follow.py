@@ -11,6 +11,8 @@ from batond.clients.retry import Backoff, RetryPolicy
 from batond.v1 import jobs_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from batond.clients.model import Event
 
 Request = jobs_pb2.GenerateStreamRequest | jobs_pb2.WatchJobRequest
@@ -36,10 +38,12 @@ class Follow:
         *,
         generation: jobs_pb2.GenerateStreamRequest | None = None,
         from_token_index: int = 0,
+        choice_from_token_indexes: Mapping[int, int] | None = None,
         end_s: float | None = None,
     ) -> None:
         self.job_id = job_id
-        self.cursor = StreamCursor(from_token_index)
+        choices = None if generation is None else max(1, generation.spec.sampling.n)
+        self.cursor = StreamCursor(from_token_index, starts=choice_from_token_indexes, choices=choices)
         self.end_s = end_s
         self._retry = retry
         self._generation = generation
@@ -52,7 +56,7 @@ class Follow:
         if self._generation is not None and not self.cursor.started:
             self._attached = not self._generation.detached
             return self._generation
-        return build.watch(self.job_id, self.cursor.next_token_index)
+        return build.watch(self.job_id, *self.cursor.resume_at())
 
     def timeout_s(self, now_s: float) -> float | None:
         """Says how long the next call may take."""

@@ -59,6 +59,45 @@ class QueryState(enum.StrEnum):
     PARKED = "parked"
 
 
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """A token and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probability of a token in its place, and the likeliest tokens there, likeliest first.
+
+    `logprob` is None for the first token of a prompt, before which nothing stands.
+    """
+
+    token_id: int
+    logprob: float | None
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of a job's several generations.
+
+    Attributes:
+        index: Which one, from 0.
+        token_ids: The tokens emitted so far.
+        text: Their text; may lag behind until the choice has ended.
+        finish_reason: Why it ended.
+        logprobs: One per token, if asked for.
+    """
+
+    index: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason = FinishReason.UNKNOWN
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInfo:
     """A job as the daemon described it.
@@ -79,10 +118,14 @@ class JobInfo:
         preemptions: How often it lost its row.
         recomputed_tokens: Tokens whose KV had to be computed again.
         prompt_tokens: Length of the tokenized prompt.
-        output_tokens: How many tokens were emitted so far.
-        output_token_ids: Those tokens, without the prompt; empty in listings.
+        cached_prompt_tokens: Of these, how many the session's kept state saved from being computed.
+        output_tokens: How many tokens were emitted so far, by all choices.
+        output_token_ids: Those tokens (choice 0's), without the prompt; empty in listings.
         text: Their text; may lag behind until the job is final; empty in listings.
-        finish_reason: Why it ended.
+        finish_reason: Why it ended (choice 0).
+        logprobs: One per output token (choice 0's), if asked for; empty in listings.
+        prompt_logprobs: One per prompt token, if asked for; empty in listings.
+        choices: All choices in order, if more than one was asked for; empty in listings.
         error_code: The number of the gRPC status that stands for the failure; 0 if it didn't fail.
         error_reason: Machine-readable constant; empty if it didn't fail.
         error_message: For people; empty if it didn't fail.
@@ -104,10 +147,14 @@ class JobInfo:
     preemptions: int = 0
     recomputed_tokens: int = 0
     prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
     output_tokens: int = 0
     output_token_ids: tuple[int, ...] = ()
     text: str = ""
     finish_reason: FinishReason = FinishReason.UNKNOWN
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    choices: tuple[Choice, ...] = ()
     error_code: int = 0
     error_reason: str = ""
     error_message: str = ""
@@ -140,11 +187,25 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens and the text that became certain with them; the texts of all chunks are the job's text."""
+    """New tokens and the text that became certain with them; the texts of all chunks are the choice's text.
+
+    Attributes:
+        first_token_index: Of the first of the tokens, in its choice.
+        token_ids: The tokens; none where only text is flushed.
+        text: May lag behind the tokens.
+        choice: Which of the job's choices they belong to.
+        logprobs: One per token, if asked for.
+        prompt_logprobs: One per prompt token, if asked for; with the first chunk of choice 0 alone.
+        finish_reason: Known on the last chunk of a choice, if the job has several.
+    """
 
     first_token_index: int
     token_ids: tuple[int, ...]
     text: str
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason = FinishReason.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +214,14 @@ class Preempted:
 
     reason: str
     kept: bool
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """The job has a row again."""
+
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +270,8 @@ class ServerInfo:
         start_time: When the daemon was started (UTC).
         uptime_s: How long it has been up.
         tenant: Who the daemon thinks the caller is.
+        max_choices: Most choices (n) of one job.
+        max_choice_tokens: Most tokens that all choices of a job of several may emit together.
     """
 
     version: str
@@ -230,6 +296,8 @@ class ServerInfo:
     start_time: datetime | None
     uptime_s: float
     tenant: str
+    max_choices: int = 1
+    max_choice_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +311,7 @@ class RowSnapshot:
     cached_tokens: int = 0
     output_tokens: int = 0
     max_tokens: int = 0
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +329,7 @@ class QuerySnapshot:
     parks: int = 0
     parked_bytes: int = 0
     held: bool = False
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

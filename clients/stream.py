@@ -47,6 +47,11 @@ class JobStream:
         """Index of the first token not seen yet: where `watch` would go on."""
         return self._follow.cursor.next_token_index
 
+    @property
+    def next_token_indexes(self) -> dict[int, int]:
+        """The same for each choice seen: `watch` takes it as `choice_from_token_indexes`."""
+        return dict(self._follow.cursor.next_token_indexes)
+
     def __iter__(self) -> Self:
         return self
 

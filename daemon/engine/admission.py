@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
+from batond.daemon.engine.params import MAX_PROMPT_LOGPROBS
 from batond.daemon.errors import InvalidRequestError, RequestTooLargeError
 
 if TYPE_CHECKING:
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from batond.daemon.engine.layout import RecordLayout
     from batond.daemon.engine.params import SamplingParams
     from batond.daemon.engine.sampler import Sampler
-
-MAX_PROMPT_LOGPROBS = 1 << 19  # They travel to the front in one frame.
 
 
 class Admission:

@@ -17,6 +17,7 @@ MAX_TEMPERATURE: Final = 100.0
 MAX_LOGIT_BIASES: Final = 1024
 MAX_LOGIT_BIAS: Final = 100.0
 MAX_LOGPROBS: Final = 20
+MAX_PROMPT_LOGPROBS: Final = 1 << 19  # Numbers of one prompt: they travel to the front in one frame.
 MAX_N: Final = 128
 MAX_GRAMMAR_CHARS: Final = 1 << 16
 _SEED_BITS: Final = 63  # What every number format on the way keeps exactly.

@@ -173,6 +173,7 @@ class _Front:
             max_query_tokens=ready.max_query_tokens,
             vocab_size=ready.vocab_size,
             default_max_tokens=settings.model.default_max_tokens,
+            prompt_logprobs=settings.engine.prefill == "decoupled",
         )
         calls = Calls(identities, self._metrics)
         self._jobs = JobServicer(

@@ -16,11 +16,11 @@ from batond.daemon.wire.messages import QueryState
 from batond.v1 import admin_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from batond.daemon.front.follow import FollowEvent
-    from batond.daemon.queue import JobRecord
-    from batond.daemon.wire.messages import Snapshot
+    from batond.daemon.queue import JobRecord, JobSpec
+    from batond.daemon.wire.messages import Snapshot, TokenLogprobs
 
 STATES: Final[dict[JobState, types_pb2.JobState]] = {
     JobState.QUEUED: types_pb2.JOB_STATE_QUEUED,
@@ -76,8 +76,7 @@ def job(
     chunks: Sequence[Chunk] = (),
     *,
     position: int | None = None,
-    labels: Mapping[str, str] | None = None,
-    asked_class: str = "",
+    spec: JobSpec | None = None,
 ) -> types_pb2.Job:
     """Describe a job.
 
@@ -85,25 +84,25 @@ def job(
         record: Its record.
         chunks: Its output, if it shall be included.
         position: How many jobs are before it in the queue, if it waits and that is known.
-        labels: As submitted.
-        asked_class: The class the client named.
+        spec: What it runs; without it, labels and the class that was asked for are left out.
     """
     shown = types_pb2.Job(
         job_id=record.job_id,
         tenant=record.tenant,
         model=record.model,
         state=STATES[record.state],
-        sla_class=asked_class,
+        sla_class=spec.asked_class if spec else "",
         effective_sla_class=record.sla_class,
         queue_time=duration(queue_time_s(record)),
         queue_position=0 if position is None else position + 1,
         preemptions=record.preemptions,
         recomputed_tokens=record.recomputed_tokens,
         prompt_tokens=record.prompt_tokens,
+        cached_prompt_tokens=record.cached_prompt_tokens,
         output_tokens=record.output_tokens,
         finish_reason=_FINISH_REASONS.get(record.finish_reason, types_pb2.FINISH_REASON_UNSPECIFIED),
         attempts=record.epoch,
-        labels=labels,
+        labels=spec.labels if spec else None,
     )
     shown.created_time.CopyFrom(timestamp(record.created_ms))
     if record.started_ms:
@@ -112,6 +111,9 @@ def job(
         shown.finished_time.CopyFrom(timestamp(record.finished_ms))
     for chunk in chunks:
         shown.output_token_ids.extend(chunk.token_ids)
+        shown.logprobs.extend(token_logprobs(chunk.token_ids, chunk.logprobs))
+        if spec is not None:
+            shown.prompt_logprobs.extend(token_logprobs(spec.prompt_token_ids, chunk.prompt_logprobs))
     shown.text = "".join(chunk.text for chunk in chunks)
     if shown.state == types_pb2.JOB_STATE_FAILED:
         shown.finish_reason = types_pb2.FINISH_REASON_ERROR
@@ -121,13 +123,40 @@ def job(
     return shown
 
 
-def stream_event(event: FollowEvent, sequence: int, ended: types_pb2.Job | None) -> types_pb2.StreamEvent:
+def token_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None
+) -> Iterator[types_pb2.TokenLogprobs]:
+    """Describe the log-probabilities of some tokens.
+
+    Args:
+        token_ids: The tokens.
+        logprobs: One per token; None gives nothing.
+    """
+    if logprobs is None:
+        return
+    for token_id, one in zip(token_ids, logprobs, strict=True):
+        shown = types_pb2.TokenLogprobs(token_id=token_id)
+        if one is not None:
+            shown.logprob = one.logprob
+            for top_id, logprob in one.top:
+                shown.top.add(token_id=top_id, logprob=logprob)
+        yield shown
+
+
+def stream_event(
+    event: FollowEvent,
+    sequence: int,
+    *,
+    ended: types_pb2.Job | None = None,
+    prompt_token_ids: Sequence[int] = (),
+) -> types_pb2.StreamEvent:
     """Describe what happened to a job.
 
     Args:
         event: What happened.
         sequence: Number of the event in its stream.
         ended: The whole job, if the event is its end.
+        prompt_token_ids: The job's prompt, if the event brings its log-probabilities.
     """
     shown = types_pb2.StreamEvent(sequence=sequence)
     shown.time.GetCurrentTime()
@@ -136,6 +165,8 @@ def stream_event(event: FollowEvent, sequence: int, ended: types_pb2.Job | None)
             shown.chunk.first_token_index = event.first_index
             shown.chunk.token_ids.extend(event.token_ids)
             shown.chunk.text = event.text
+            shown.chunk.logprobs.extend(token_logprobs(event.token_ids, event.logprobs))
+            shown.chunk.prompt_logprobs.extend(token_logprobs(prompt_token_ids, event.prompt_logprobs))
         case InLine():
             shown.queued.job_id = event.record.job_id
             shown.queued.position = 0 if event.position is None else event.position + 1

@@ -143,6 +143,13 @@ class _Cursor:
             return chunk if new else None
         if end <= self.next_index:
             return None
-        fresh = chunk.token_ids[max(0, self.next_index - chunk.first_index) :]
+        known = max(0, self.next_index - chunk.first_index)
         self.next_index, self._flushed = end, False
-        return Chunk(first_index=end - len(fresh), token_ids=fresh, text=chunk.text)
+        if not known:
+            return chunk
+        return Chunk(
+            first_index=chunk.first_index + known,
+            token_ids=chunk.token_ids[known:],
+            text=chunk.text,
+            logprobs=None if chunk.logprobs is None else chunk.logprobs[known:],
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.queue import Chunk, JobState, StepCommit
 from batond.daemon.queue.keys import job_ref, split_ref
@@ -23,7 +25,7 @@ from batond.daemon.wire.messages import (
 if TYPE_CHECKING:
     from batond.daemon.front.hub import LiveEvent, LiveJob
     from batond.daemon.queue import ClaimedJob
-    from batond.daemon.wire.messages import QueryEvent
+    from batond.daemon.wire.messages import QueryEvent, TokenLogprobs
 
 
 def ref_of(query_id: str) -> str:
@@ -85,15 +87,20 @@ class HeldJob:
     def submit(self, waited_s: float) -> Submit:
         """The command that starts it, or lets it go on after the tokens it has."""
         spec = self.claimed.spec
+        sampling = spec.sampling
+        if self.token_ids and sampling.prompt_logprobs is not None:
+            # They came with the first token: an engine that goes on after it must not send them again.
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Submit(
             query_id=self.query_id,
             tenant=self.tenant,
             sla_class=self.claimed.record.sla_class,
             prompt_token_ids=spec.prompt_token_ids,
-            sampling=spec.sampling,
+            sampling=sampling,
             seed=spec.seed,
             waited_s=waited_s,
             emitted_token_ids=list(self.token_ids),
+            session_id=spec.session_id,
         )
 
     def fail(self, message: str) -> JobStep:
@@ -140,6 +147,8 @@ class _StepBuilder:
         self._events: list[LiveEvent] = []
         self._tokens: list[int] = []
         self._text = ""
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._first_index = len(held.token_ids)
         self._state: JobState | None = None
         self._usage: Usage | None = None
@@ -152,6 +161,8 @@ class _StepBuilder:
                 self._held.active = True
                 self._tokens += event.token_ids
                 self._text += event.text
+                self._logprobs += event.logprobs or ()
+                self._prompt_logprobs = self._prompt_logprobs or event.prompt_logprobs
                 self._state = self._state or JobState.RUNNING
             case Started():
                 # A new engine starts it anew; for its watchers it comes back.
@@ -178,12 +189,19 @@ class _StepBuilder:
         held.token_ids += self._tokens
         chunk = None
         if self._tokens or self._text:
-            chunk = Chunk(first_index=self._first_index, token_ids=self._tokens, text=self._text)
+            chunk = Chunk(
+                first_index=self._first_index,
+                token_ids=self._tokens,
+                text=self._text,
+                logprobs=self._logprobs or None,
+                prompt_logprobs=self._prompt_logprobs,
+            )
             self._events.append(chunk)
-        record, recomputed = held.claimed.record, -1
+        record, recomputed, cached = held.claimed.record, -1, -1
         if self._usage is not None:
             held.ended = True
             recomputed = record.recomputed_tokens + self._usage.recomputed_tokens
+            cached = self._usage.cached_prompt_tokens
         reason, message = self._error
         commit = StepCommit(
             tenant=held.tenant,
@@ -194,6 +212,7 @@ class _StepBuilder:
             prompt_tokens=len(held.claimed.spec.prompt_token_ids),
             preemptions=record.preemptions + held.parks,
             recomputed_tokens=recomputed,
+            cached_prompt_tokens=cached,
             finish_reason=self._finish_reason,
             error_reason=reason,
             error_message=message,

@@ -12,11 +12,11 @@ from batond.daemon.errors import InvalidRequestError, RequestTooLargeError, Unav
 from batond.daemon.front import convert
 from batond.daemon.front.follow import Ended
 from batond.daemon.front.requests import check_job_id
-from batond.daemon.queue import JobState
+from batond.daemon.queue import Chunk, JobState
 from batond.v1 import jobs_pb2, jobs_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from batond.daemon.front.calls import Calls
     from batond.daemon.front.dispatcher import Dispatcher
@@ -91,7 +91,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             keep = False
             try:
                 events = self._follower.follow(tenant.name, record.job_id, 0, announce=True)
-                keep = await self._write(events, context, jobs_pb2.GenerateStreamResponse)
+                keep = await self._write(name, events, context, jobs_pb2.GenerateStreamResponse)
             except UnavailableError:
                 keep = True  # Our fault, not the client's wish: it may come back to the job under its id.
                 raise
@@ -109,8 +109,9 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         """Stream a job from a token on."""
 
         async def handle(tenant: Tenant) -> None:
-            events = self._follower.follow(tenant.name, _named(request.job_id), request.from_token_index)
-            await self._write(events, context, jobs_pb2.WatchJobResponse)
+            name = (tenant.name, _named(request.job_id))
+            events = self._follower.follow(*name, request.from_token_index)
+            await self._write(name, events, context, jobs_pb2.WatchJobResponse)
 
         await self._calls.stream("WatchJob", context, handle)
 
@@ -178,15 +179,20 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
 
     async def _write(
         self,
+        name: tuple[str, str],
         events: AsyncIterator[FollowEvent],
         context: Any,
         response: Callable[..., Any],
     ) -> bool:
-        """Write a job's events; returns whether the job ended."""
+        """Write the events of a job, named by tenant and id; returns whether the job ended."""
         sequence = 0
         async for event in events:
             ended = await self._shown(event.record) if isinstance(event, Ended) else None
-            await context.write(response(event=convert.stream_event(event, sequence, ended)))
+            prompt: Sequence[int] = ()
+            if isinstance(event, Chunk) and event.prompt_logprobs is not None:
+                prompt = (await self._store.get_spec(*name)).prompt_token_ids
+            shown = convert.stream_event(event, sequence, ended=ended, prompt_token_ids=prompt)
+            await context.write(response(event=shown))
             sequence += 1
             if ended is not None:
                 return True
@@ -212,9 +218,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         position = None
         if record.state is JobState.QUEUED:
             position = await self._store.queue_position(record.tenant, record.job_id)
-        return convert.job(
-            record, chunks, position=position, labels=spec.labels, asked_class=spec.asked_class
-        )
+        return convert.job(record, chunks, position=position, spec=spec)
 
     def _tidy(self, work: Awaitable[Any]) -> None:
         async def quietly() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from batond.daemon.engine.params import SamplingParams
+from batond.daemon.engine.params import MAX_PROMPT_LOGPROBS, SamplingParams
 from batond.daemon.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from batond.v1 import types_pb2
 
 KNOWN_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
-_JOB_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _OPTIONAL_SAMPLING: Final = (
     "max_tokens",
     "temperature",
@@ -39,6 +39,9 @@ _OPTIONAL_SAMPLING: Final = (
     "presence_penalty",
     "frequency_penalty",
     "min_tokens",
+    "n",
+    "logprobs",
+    "prompt_logprobs",
     "json_schema",
     "regex",
     "grammar",
@@ -59,12 +62,18 @@ class Limits:
         max_query_tokens: Most prompt + max_tokens.
         vocab_size: Token ids lie below.
         default_max_tokens: Where a request names none.
+        prompt_logprobs: Whether the engine can report the prompt's log-probabilities.
+        max_choices: Most choices of one job.
+        max_choice_tokens: Most tokens of all choices together, of a job that has several.
     """
 
     model: str
     max_query_tokens: int
     vocab_size: int
     default_max_tokens: int
+    prompt_logprobs: bool = True
+    max_choices: int = 1
+    max_choice_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ def check_job_id(job_id: str) -> str:
     """
     if not job_id:
         return uuid.uuid4().hex
-    if not _JOB_ID.fullmatch(job_id):
+    if not _ID.fullmatch(job_id):
         raise InvalidRequestError("job_id must be 1 to 128 of A-Z a-z 0-9 . _ : -", field="job_id")
     return job_id
 
@@ -128,13 +137,17 @@ class RequestReader:
         labels = _labels(spec)
         # Cheap checks come before tokenizing.
         sampling = _sampling(spec.sampling, self._limits.default_max_tokens)
+        _check_session(spec.session_id, sampling)
+        sampling = self._check_choices(sampling, given=spec.sampling.HasField("max_tokens"))
         prompt = self._prompt(spec, tenant)
+        self._check_prompt_logprobs(sampling, len(prompt))
         job = JobSpec(
             prompt_token_ids=prompt,
             sampling=self._fit(sampling, len(prompt), given=spec.sampling.HasField("max_tokens")),
             seed=spec.sampling.seed if spec.sampling.HasField("seed") else secrets.randbits(63),
             labels=labels,
             asked_class=spec.sla_class,
+            session_id=spec.session_id,
         )
         body = spec.SerializeToString(deterministic=True)
         return CheckedJob(spec=job, sla_class=sla_class, body_hash=hashlib.sha256(body).hexdigest())
@@ -215,6 +228,43 @@ class RequestReader:
                 prompt_chars=chars,
             )
 
+    def _check_choices(self, sampling: SamplingParams, *, given: bool) -> SamplingParams:
+        """Bound what several choices cost together; a default of max_tokens gives way to it."""
+        if sampling.n == 1:
+            return sampling
+        most, tokens = self._limits.max_choices, self._limits.max_choice_tokens
+        many = f"n must be from 1 to {most}, not {sampling.n}"
+        _refuse(sampling.n > most, many, "spec.sampling.n", "BAD_SAMPLING")
+        each = tokens // sampling.n
+        if not given and each >= 1:
+            return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, each))
+        if sampling.max_tokens > each:
+            raise RequestTooLargeError(
+                f"n ({sampling.n}) * max_tokens ({sampling.max_tokens}) exceed the limit of {tokens} tokens:"
+                " ask for fewer or shorter choices",
+                field="spec.sampling.n",
+                limit=tokens,
+                n=sampling.n,
+                max_tokens=sampling.max_tokens,
+            )
+        return sampling
+
+    def _check_prompt_logprobs(self, sampling: SamplingParams, prompt_tokens: int) -> None:
+        if sampling.prompt_logprobs is None:
+            return
+        field = "spec.sampling.prompt_logprobs"
+        inline = "prompt_logprobs can't be reported here: this daemon computes prompts inside the batch step"
+        _refuse(not self._limits.prompt_logprobs, inline, field, "NO_PROMPT_LOGPROBS")
+        values = prompt_tokens * (1 + sampling.prompt_logprobs)
+        if values > MAX_PROMPT_LOGPROBS:
+            raise RequestTooLargeError(
+                f"prompt_logprobs would report {values} numbers; the limit is {MAX_PROMPT_LOGPROBS}:"
+                " ask for fewer, or shorten the prompt",
+                field=field,
+                limit=MAX_PROMPT_LOGPROBS,
+                prompt_tokens=prompt_tokens,
+            )
+
     def _fit(self, sampling: SamplingParams, prompt_tokens: int, *, given: bool) -> SamplingParams:
         """Hold prompt + output within the limit; a default gives way, a given number does not."""
         limit = self._limits.max_query_tokens
@@ -273,6 +323,18 @@ def _sampling(given: types_pb2.SamplingParams, default_max_tokens: int) -> Sampl
             field=f"spec.sampling.{field}".rstrip("."),
             **error.details,
         ) from error
+
+
+def _check_session(session_id: str, sampling: SamplingParams) -> None:
+    if not session_id:
+        return
+    field = "spec.session_id"
+    wrong = not _ID.fullmatch(session_id)
+    _refuse(wrong, "session_id must be 1 to 128 of A-Z a-z 0-9 . _ : -", field, "BAD_SESSION")
+    several = "session_id and n above 1 exclude each other: a conversation goes on after one answer"
+    _refuse(sampling.n > 1, several, field, "BAD_SESSION")
+    cached = "session_id and prompt_logprobs exclude each other: what a session keeps is not computed again"
+    _refuse(sampling.prompt_logprobs is not None, cached, field, "BAD_SESSION")
 
 
 def _labels(spec: types_pb2.JobSpec) -> dict[str, str]:

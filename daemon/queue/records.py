@@ -8,6 +8,7 @@ from typing import Annotated, Final
 import msgspec
 
 from batond.daemon.engine.params import SamplingParams
+from batond.daemon.wire.messages import TokenLogprobs
 
 #: What Lua's numbers hold exactly.
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -48,6 +49,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         prompt_text: The rendered prompt, for display; empty if tokens were given.
         labels: The tenant's own annotations.
         asked_class: The class the client named; empty if it named none.
+        session_id: The tenant's conversation that it is a turn of; empty is none.
     """
 
     prompt_token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
@@ -56,6 +58,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt_text: str = ""
     labels: dict[str, str] = {}
     asked_class: str = ""
+    session_id: str = ""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,6 +79,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: Tokens of the prompt, as counted at submit or by the engine.
         preemptions: Parks over all claims.
         recomputed_tokens: Tokens computed again after a park, over all claims.
+        cached_prompt_tokens: Prompt tokens that a session's kept slice saved, in the last claim.
         cancel_requested: Somebody asked; the daemon that holds it ends it.
         finish_reason: `FinishReason` of a job that ended well, or "cancelled".
         error_reason: As in errors.py, if it failed or is dead.
@@ -105,6 +109,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: Count = 0
     preemptions: Count = 0
     recomputed_tokens: Count = 0
+    cached_prompt_tokens: Count = 0
     cancel_requested: bool = False
     finish_reason: str = ""
     error_reason: str = ""
@@ -120,16 +125,23 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     waited_ms: Count = 0
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """Output committed at once; `first_index` counts from the first output token of the job.
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Output committed at once. What a job did not ask for takes no room.
 
-    `text` may lag behind the tokens (UTF-8 and stop-string hold-back); the concatenation over all chunks is
-    the job's text. A chunk without tokens flushes text.
+    Attributes:
+        first_index: Counts from the first output token of the job.
+        token_ids: The tokens; none where the chunk flushes text.
+        text: May lag behind the tokens (UTF-8 and stop-string hold-back); the concatenation over all chunks
+            is the job's text.
+        logprobs: One per token, if the job wants them.
+        prompt_logprobs: One per prompt token, None for the first; with the job's first tokens alone.
     """
 
     first_index: Count
     token_ids: list[Count]
     text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +172,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: As counted by the engine.
         preemptions: Over all claims: those of `ClaimedJob.record` plus this claim's.
         recomputed_tokens: Over all claims, like `preemptions`.
+        cached_prompt_tokens: In this claim.
         finish_reason: With SUCCEEDED or CANCELLED.
         error_reason: With FAILED, as in errors.py.
         error_message: With FAILED, for the tenant.
@@ -173,6 +186,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = -1
     preemptions: int = -1
     recomputed_tokens: int = -1
+    cached_prompt_tokens: int = -1
     finish_reason: str = ""
     error_reason: str = ""
     error_message: str = ""
@@ -328,8 +342,8 @@ def decode_record(flat: list[bytes]) -> JobRecord:
 
 
 def encode_chunk(chunk: Chunk) -> bytes:
-    """Writes a chunk as stored."""
-    return msgspec.json.encode(chunk)
+    """Writes a chunk as stored: MessagePack, since numbers of log-probabilities are twice as long in JSON."""
+    return msgspec.msgpack.encode(chunk)
 
 
 def decode_chunk(raw: bytes) -> Chunk:
@@ -339,6 +353,6 @@ def decode_chunk(raw: bytes) -> Chunk:
         GarbageError: It is none.
     """
     try:
-        return msgspec.json.decode(raw, type=Chunk)
+        return msgspec.msgpack.decode(raw, type=Chunk)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise GarbageError(f"output: {error}") from error

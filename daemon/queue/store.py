@@ -303,7 +303,7 @@ def parse_renewal(reply: list[list[bytes]]) -> Renewal:
 
 
 def _commit_args(commit: StepCommit) -> list[Argument]:
-    """The 12 arguments of one item of `commit_step.lua`."""
+    """The 13 arguments of one item of `commit_step.lua`."""
     if commit.state is not None and commit.state not in COMMITTABLE:
         raise BatondError(f"a step can't make a job {commit.state}", reason="WRONG_STATE")
     chunk = commit.chunk
@@ -317,6 +317,7 @@ def _commit_args(commit: StepCommit) -> list[Argument]:
         commit.prompt_tokens,
         commit.preemptions,
         commit.recomputed_tokens,
+        commit.cached_prompt_tokens,
         commit.finish_reason,
         commit.error_reason,
         commit.error_message,

@@ -200,7 +200,11 @@ class FakeDaemon(jobs_pb2_grpc.JobServiceServicer, admin_pb2_grpc.AdminServiceSe
     def WatchJob(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
         with self._call("WatchJob", request, context):
             self._job(request.job_id, context)
-        for event in self._stream(request.job_id, request.from_token_index, context):
+        for event in self._stream(
+            request.job_id,
+            request.choice_from_token_indexes.get(0, request.from_token_index),
+            context,
+        ):
             yield jobs_pb2.WatchJobResponse(event=event)
 
     def GetJob(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name

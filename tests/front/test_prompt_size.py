@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from batond.daemon.errors import RequestTooLargeError
-from batond.daemon.front.identity import Tenant
 from batond.daemon.front.requests import Limits, RequestReader
 from batond.daemon.front.text import ModelTokenizer
 from batond.policies.classes import SlaClasses
 from batond.v1 import types_pb2
+
+if TYPE_CHECKING:
+    from batond.daemon.front.identity import Tenant
 
 LIMIT_TOKENS = 64
 LONGEST_TOKEN_CHARS = len("<eos>")
@@ -44,12 +48,6 @@ def reader(tokenizer: CountingTokenizer) -> RequestReader:
     """A reader with a small limit."""
     limits = Limits(model="tiny", max_query_tokens=LIMIT_TOKENS, vocab_size=257, default_max_tokens=8)
     return RequestReader(tokenizer, SlaClasses(), limits)
-
-
-@pytest.fixture
-def tenant() -> Tenant:
-    """A tenant of the standard class."""
-    return Tenant(name="red", admin=False, classes=frozenset({"standard"}), default_class="standard")
 
 
 def _specs(chars: int) -> list[types_pb2.JobSpec]:

@@ -74,7 +74,7 @@ def test_committed_modules_are_up_to_date() -> None:
 def test_check_finds_a_changed_contract_and_generate_mends_it(copy: Path) -> None:
     proto = copy / "batond/v1/types.proto"
     replace(
-        proto, "uint32 attempts = 21;", "uint32 attempts = 21;\n  // A further one.\n  bool further = 22;"
+        proto, "uint32 attempts = 21;", "uint32 attempts = 21;\n  // A further one.\n  bool further = 1000;"
     )
     result = check(copy, "--check")
     assert result.returncode == 1

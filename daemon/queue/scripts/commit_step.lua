@@ -1,12 +1,13 @@
 -- Makes one step's output of all jobs durable, before any client sees it; may end jobs in the same breath.
 -- KEYS  base
--- ARGV  owner, then 12 a job: ref, epoch, state or '', first_index, tokens, chunk JSON or '',
---       prompt_tokens, preemptions, recomputed_tokens (-1 leaves as is), finish_reason, error_reason, error_message
+-- ARGV  owner, then 13 a job: ref, epoch, state or '', first_index, tokens, encoded chunk or '',
+--       prompt_tokens, preemptions, recomputed_tokens, cached_prompt_tokens (-1 leaves as is),
+--       finish_reason, error_reason, error_message
 -- Gives {{number of the item, why, committed tokens} ...}, {ref to cancel ...}.
 -- From  claimed running parked -> running | parked | succeeded | cancelled | failed.
 -- A chunk goes in at the committed count only. One that lies wholly below it was committed before: accepted,
 -- nothing is done. So a step can be sent again whenever its reply got lost, also one that ended the job.
-local ITEM = 12
+local ITEM = 13
 local owner = ARGV[1]
 local refused, cancel = {}, {}
 local now_ms = clock()
@@ -59,9 +60,10 @@ local function set(ref, i)
   put('prompt_tokens', ARGV[i + 6], '-1')
   put('preemptions', ARGV[i + 7], '-1')
   put('recomputed_tokens', ARGV[i + 8], '-1')
-  put('finish_reason', ARGV[i + 9], '')
-  put('error_reason', ARGV[i + 10], '')
-  put('error_message', ARGV[i + 11], '')
+  put('cached_prompt_tokens', ARGV[i + 9], '-1')
+  put('finish_reason', ARGV[i + 10], '')
+  put('error_reason', ARGV[i + 11], '')
+  put('error_message', ARGV[i + 12], '')
   if #changes > 0 then
     redis.call('HSET', JOB .. ref, unpack(changes))
   end

@@ -27,7 +27,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61tond/v1/admin.proto\x12\tbatond.v1\x1a\x15\x62\x61tond/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"<\n\x08SlaClass\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05order\x18\x02 \x01(\r\x12\x13\n\x0bpreemptible\x18\x03 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xb4\x05\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12O\n\x10library_versions\x18\x02 \x03(\x0b\x32\x35.batond.v1.GetServerInfoResponse.LibraryVersionsEntry\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.batond.v1.ServerState\x12\x15\n\rstate_message\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x0c\n\x04rows\x18\x07 \x01(\r\x12\x18\n\x10max_query_tokens\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x12\n\nbatch_kind\x18\x0b \x01(\t\x12\x14\n\x0c\x62\x61tch_reason\x18\x0c \x01(\t\x12\x17\n\x0fpreemption_mode\x18\r \x01(\t\x12\x0e\n\x06policy\x18\x0e \x01(\t\x12(\n\x0bsla_classes\x18\x0f \x03(\x0b\x32\x13.batond.v1.SlaClass\x12\x19\n\x11\x64\x65\x66\x61ult_sla_class\x18\x10 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x11 \x01(\x04\x12\x17\n\x0fhost_pool_bytes\x18\x12 \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x13 \x01(\x04\x12.\n\nstart_time\x18\x14 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x06uptime\x18\x15 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06tenant\x18\x16 \x01(\t\x1a\x36\n\x14LibraryVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"D\n\x11WatchBatchRequest\x12/\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x12WatchBatchResponse\x12*\n\x08snapshot\x18\x01 \x01(\x0b\x32\x18.batond.v1.BatchSnapshot\"\x8f\x01\n\x0bRowSnapshot\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x11\n\tsla_class\x18\x04 \x01(\t\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\"\xf7\x01\n\rQuerySnapshot\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tsla_class\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.batond.v1.QueryState\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x18\n\x10prefilled_tokens\x18\x06 \x01(\r\x12\x15\n\routput_tokens\x18\x07 \x01(\r\x12\r\n\x05parks\x18\x08 \x01(\r\x12\x14\n\x0cparked_bytes\x18\t \x01(\x04\x12\x0c\n\x04held\x18\n \x01(\x08\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\"\xe0\x02\n\rBatchSnapshot\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x04rows\x18\x03 \x03(\x0b\x32\x16.batond.v1.RowSnapshot\x12)\n\x07queries\x18\x04 \x03(\x0b\x32\x18.batond.v1.QuerySnapshot\x12\x0f\n\x07\x63olumns\x18\x05 \x01(\r\x12\x1c\n\x14host_pool_used_bytes\x18\x06 \x01(\x04\x12\x17\n\x0fhost_pool_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bqueued_jobs\x18\x08 \x01(\x04\x12\x38\n\x08\x63ounters\x18\t \x03(\x0b\x32&.batond.v1.BatchSnapshot.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"0\n\x0eParkJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\".\n\x0fParkJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\"2\n\x10ResumeJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"0\n\x11ResumeJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"%\n\rDrainResponse\x12\x14\n\x0crunning_jobs\x18\x01 \x01(\r*\x93\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x19\n\x15SERVER_STATE_DEGRADED\x10\x04*\xa6\x01\n\nQueryState\x12\x1b\n\x17QUERY_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13QUERY_STATE_WAITING\x10\x01\x12\x1a\n\x16QUERY_STATE_PREFILLING\x10\x02\x12\x15\n\x11QUERY_STATE_READY\x10\x03\x12\x17\n\x13QUERY_STATE_RUNNING\x10\x04\x12\x16\n\x12QUERY_STATE_PARKED\x10\x05\x32\xf5\x02\n\x0c\x41\x64minService\x12R\n\rGetServerInfo\x12\x1f.batond.v1.GetServerInfoRequest\x1a .batond.v1.GetServerInfoResponse\x12K\n\nWatchBatch\x12\x1c.batond.v1.WatchBatchRequest\x1a\x1d.batond.v1.WatchBatchResponse0\x01\x12@\n\x07ParkJob\x12\x19.batond.v1.ParkJobRequest\x1a\x1a.batond.v1.ParkJobResponse\x12\x46\n\tResumeJob\x12\x1b.batond.v1.ResumeJobRequest\x1a\x1c.batond.v1.ResumeJobResponse\x12:\n\x05\x44rain\x12\x17.batond.v1.DrainRequest\x1a\x18.batond.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61tond/v1/admin.proto\x12\tbatond.v1\x1a\x15\x62\x61tond/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"<\n\x08SlaClass\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05order\x18\x02 \x01(\r\x12\x13\n\x0bpreemptible\x18\x03 \x01(\x08\"\x16\n\x14GetServerInfoRequest\"\xe4\x05\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12O\n\x10library_versions\x18\x02 \x03(\x0b\x32\x35.batond.v1.GetServerInfoResponse.LibraryVersionsEntry\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.batond.v1.ServerState\x12\x15\n\rstate_message\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x0c\n\x04rows\x18\x07 \x01(\r\x12\x18\n\x10max_query_tokens\x18\x08 \x01(\r\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x15\n\reos_token_ids\x18\n \x03(\r\x12\x12\n\nbatch_kind\x18\x0b \x01(\t\x12\x14\n\x0c\x62\x61tch_reason\x18\x0c \x01(\t\x12\x17\n\x0fpreemption_mode\x18\r \x01(\t\x12\x0e\n\x06policy\x18\x0e \x01(\t\x12(\n\x0bsla_classes\x18\x0f \x03(\x0b\x32\x13.batond.v1.SlaClass\x12\x19\n\x11\x64\x65\x66\x61ult_sla_class\x18\x10 \x01(\t\x12\x1a\n\x12kv_bytes_per_token\x18\x11 \x01(\x04\x12\x17\n\x0fhost_pool_bytes\x18\x12 \x01(\x04\x12\x19\n\x11max_message_bytes\x18\x13 \x01(\x04\x12.\n\nstart_time\x18\x14 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x06uptime\x18\x15 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06tenant\x18\x16 \x01(\t\x12\x13\n\x0bmax_choices\x18\x17 \x01(\r\x12\x19\n\x11max_choice_tokens\x18\x18 \x01(\x04\x1a\x36\n\x14LibraryVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"D\n\x11WatchBatchRequest\x12/\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x12WatchBatchResponse\x12*\n\x08snapshot\x18\x01 \x01(\x0b\x32\x18.batond.v1.BatchSnapshot\"\x9f\x01\n\x0bRowSnapshot\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x11\n\tsla_class\x18\x04 \x01(\t\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x08 \x01(\r\"\x87\x02\n\rQuerySnapshot\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tsla_class\x18\x03 \x01(\t\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.batond.v1.QueryState\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x18\n\x10prefilled_tokens\x18\x06 \x01(\r\x12\x15\n\routput_tokens\x18\x07 \x01(\r\x12\r\n\x05parks\x18\x08 \x01(\r\x12\x14\n\x0cparked_bytes\x18\t \x01(\x04\x12\x0c\n\x04held\x18\n \x01(\x08\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\x12\x0e\n\x06\x63hoice\x18\x0c \x01(\r\"\xe0\x02\n\rBatchSnapshot\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x04rows\x18\x03 \x03(\x0b\x32\x16.batond.v1.RowSnapshot\x12)\n\x07queries\x18\x04 \x03(\x0b\x32\x18.batond.v1.QuerySnapshot\x12\x0f\n\x07\x63olumns\x18\x05 \x01(\r\x12\x1c\n\x14host_pool_used_bytes\x18\x06 \x01(\x04\x12\x17\n\x0fhost_pool_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bqueued_jobs\x18\x08 \x01(\x04\x12\x38\n\x08\x63ounters\x18\t \x03(\x0b\x32&.batond.v1.BatchSnapshot.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"0\n\x0eParkJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\".\n\x0fParkJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\"2\n\x10ResumeJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"0\n\x11ResumeJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"%\n\rDrainResponse\x12\x14\n\x0crunning_jobs\x18\x01 \x01(\r*\x93\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x19\n\x15SERVER_STATE_DEGRADED\x10\x04*\xa6\x01\n\nQueryState\x12\x1b\n\x17QUERY_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13QUERY_STATE_WAITING\x10\x01\x12\x1a\n\x16QUERY_STATE_PREFILLING\x10\x02\x12\x15\n\x11QUERY_STATE_READY\x10\x03\x12\x17\n\x13QUERY_STATE_RUNNING\x10\x04\x12\x16\n\x12QUERY_STATE_PARKED\x10\x05\x32\xf5\x02\n\x0c\x41\x64minService\x12R\n\rGetServerInfo\x12\x1f.batond.v1.GetServerInfoRequest\x1a .batond.v1.GetServerInfoResponse\x12K\n\nWatchBatch\x12\x1c.batond.v1.WatchBatchRequest\x1a\x1d.batond.v1.WatchBatchResponse0\x01\x12@\n\x07ParkJob\x12\x19.batond.v1.ParkJobRequest\x1a\x1a.batond.v1.ParkJobResponse\x12\x46\n\tResumeJob\x12\x1b.batond.v1.ResumeJobRequest\x1a\x1c.batond.v1.ResumeJobResponse\x12:\n\x05\x44rain\x12\x17.batond.v1.DrainRequest\x1a\x18.batond.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,42 +38,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERINFORESPONSE_LIBRARYVERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_BATCHSNAPSHOT_COUNTERSENTRY']._loaded_options = None
   _globals['_BATCHSNAPSHOT_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_SERVERSTATE']._serialized_start=2092
-  _globals['_SERVERSTATE']._serialized_end=2239
-  _globals['_QUERYSTATE']._serialized_start=2242
-  _globals['_QUERYSTATE']._serialized_end=2408
+  _globals['_SERVERSTATE']._serialized_start=2172
+  _globals['_SERVERSTATE']._serialized_end=2319
+  _globals['_QUERYSTATE']._serialized_start=2322
+  _globals['_QUERYSTATE']._serialized_end=2488
   _globals['_SLACLASS']._serialized_start=124
   _globals['_SLACLASS']._serialized_end=184
   _globals['_GETSERVERINFOREQUEST']._serialized_start=186
   _globals['_GETSERVERINFOREQUEST']._serialized_end=208
   _globals['_GETSERVERINFORESPONSE']._serialized_start=211
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=903
-  _globals['_GETSERVERINFORESPONSE_LIBRARYVERSIONSENTRY']._serialized_start=849
-  _globals['_GETSERVERINFORESPONSE_LIBRARYVERSIONSENTRY']._serialized_end=903
-  _globals['_WATCHBATCHREQUEST']._serialized_start=905
-  _globals['_WATCHBATCHREQUEST']._serialized_end=973
-  _globals['_WATCHBATCHRESPONSE']._serialized_start=975
-  _globals['_WATCHBATCHRESPONSE']._serialized_end=1039
-  _globals['_ROWSNAPSHOT']._serialized_start=1042
-  _globals['_ROWSNAPSHOT']._serialized_end=1185
-  _globals['_QUERYSNAPSHOT']._serialized_start=1188
-  _globals['_QUERYSNAPSHOT']._serialized_end=1435
-  _globals['_BATCHSNAPSHOT']._serialized_start=1438
-  _globals['_BATCHSNAPSHOT']._serialized_end=1790
-  _globals['_BATCHSNAPSHOT_COUNTERSENTRY']._serialized_start=1743
-  _globals['_BATCHSNAPSHOT_COUNTERSENTRY']._serialized_end=1790
-  _globals['_PARKJOBREQUEST']._serialized_start=1792
-  _globals['_PARKJOBREQUEST']._serialized_end=1840
-  _globals['_PARKJOBRESPONSE']._serialized_start=1842
-  _globals['_PARKJOBRESPONSE']._serialized_end=1888
-  _globals['_RESUMEJOBREQUEST']._serialized_start=1890
-  _globals['_RESUMEJOBREQUEST']._serialized_end=1940
-  _globals['_RESUMEJOBRESPONSE']._serialized_start=1942
-  _globals['_RESUMEJOBRESPONSE']._serialized_end=1990
-  _globals['_DRAINREQUEST']._serialized_start=1992
-  _globals['_DRAINREQUEST']._serialized_end=2050
-  _globals['_DRAINRESPONSE']._serialized_start=2052
-  _globals['_DRAINRESPONSE']._serialized_end=2089
-  _globals['_ADMINSERVICE']._serialized_start=2411
-  _globals['_ADMINSERVICE']._serialized_end=2784
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=951
+  _globals['_GETSERVERINFORESPONSE_LIBRARYVERSIONSENTRY']._serialized_start=897
+  _globals['_GETSERVERINFORESPONSE_LIBRARYVERSIONSENTRY']._serialized_end=951
+  _globals['_WATCHBATCHREQUEST']._serialized_start=953
+  _globals['_WATCHBATCHREQUEST']._serialized_end=1021
+  _globals['_WATCHBATCHRESPONSE']._serialized_start=1023
+  _globals['_WATCHBATCHRESPONSE']._serialized_end=1087
+  _globals['_ROWSNAPSHOT']._serialized_start=1090
+  _globals['_ROWSNAPSHOT']._serialized_end=1249
+  _globals['_QUERYSNAPSHOT']._serialized_start=1252
+  _globals['_QUERYSNAPSHOT']._serialized_end=1515
+  _globals['_BATCHSNAPSHOT']._serialized_start=1518
+  _globals['_BATCHSNAPSHOT']._serialized_end=1870
+  _globals['_BATCHSNAPSHOT_COUNTERSENTRY']._serialized_start=1823
+  _globals['_BATCHSNAPSHOT_COUNTERSENTRY']._serialized_end=1870
+  _globals['_PARKJOBREQUEST']._serialized_start=1872
+  _globals['_PARKJOBREQUEST']._serialized_end=1920
+  _globals['_PARKJOBRESPONSE']._serialized_start=1922
+  _globals['_PARKJOBRESPONSE']._serialized_end=1968
+  _globals['_RESUMEJOBREQUEST']._serialized_start=1970
+  _globals['_RESUMEJOBREQUEST']._serialized_end=2020
+  _globals['_RESUMEJOBRESPONSE']._serialized_start=2022
+  _globals['_RESUMEJOBRESPONSE']._serialized_end=2070
+  _globals['_DRAINREQUEST']._serialized_start=2072
+  _globals['_DRAINREQUEST']._serialized_end=2130
+  _globals['_DRAINRESPONSE']._serialized_start=2132
+  _globals['_DRAINRESPONSE']._serialized_end=2169
+  _globals['_ADMINSERVICE']._serialized_start=2491
+  _globals['_ADMINSERVICE']._serialized_end=2864
 # @@protoc_insertion_point(module_scope)

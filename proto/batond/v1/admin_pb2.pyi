@@ -55,7 +55,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "library_versions", "state", "state_message", "model", "device", "rows", "max_query_tokens", "vocab_size", "eos_token_ids", "batch_kind", "batch_reason", "preemption_mode", "policy", "sla_classes", "default_sla_class", "kv_bytes_per_token", "host_pool_bytes", "max_message_bytes", "start_time", "uptime", "tenant")
+    __slots__ = ("version", "library_versions", "state", "state_message", "model", "device", "rows", "max_query_tokens", "vocab_size", "eos_token_ids", "batch_kind", "batch_reason", "preemption_mode", "policy", "sla_classes", "default_sla_class", "kv_bytes_per_token", "host_pool_bytes", "max_message_bytes", "start_time", "uptime", "tenant", "max_choices", "max_choice_tokens")
     class LibraryVersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,8 @@ class GetServerInfoResponse(_message.Message):
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHOICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     version: str
     library_versions: _containers.ScalarMap[str, str]
     state: ServerState
@@ -107,7 +109,9 @@ class GetServerInfoResponse(_message.Message):
     start_time: _timestamp_pb2.Timestamp
     uptime: _duration_pb2.Duration
     tenant: str
-    def __init__(self, version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[ServerState, str]] = ..., state_message: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., batch_kind: _Optional[str] = ..., batch_reason: _Optional[str] = ..., preemption_mode: _Optional[str] = ..., policy: _Optional[str] = ..., sla_classes: _Optional[_Iterable[_Union[SlaClass, _Mapping]]] = ..., default_sla_class: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., host_pool_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...
+    max_choices: int
+    max_choice_tokens: int
+    def __init__(self, version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[ServerState, str]] = ..., state_message: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., batch_kind: _Optional[str] = ..., batch_reason: _Optional[str] = ..., preemption_mode: _Optional[str] = ..., policy: _Optional[str] = ..., sla_classes: _Optional[_Iterable[_Union[SlaClass, _Mapping]]] = ..., default_sla_class: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., host_pool_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tenant: _Optional[str] = ..., max_choices: _Optional[int] = ..., max_choice_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchBatchRequest(_message.Message):
     __slots__ = ("min_interval",)
@@ -122,7 +126,7 @@ class WatchBatchResponse(_message.Message):
     def __init__(self, snapshot: _Optional[_Union[BatchSnapshot, _Mapping]] = ...) -> None: ...
 
 class RowSnapshot(_message.Message):
-    __slots__ = ("row", "job_id", "tenant", "sla_class", "cached_tokens", "output_tokens", "max_tokens")
+    __slots__ = ("row", "job_id", "tenant", "sla_class", "cached_tokens", "output_tokens", "max_tokens", "choice")
     ROW_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +134,7 @@ class RowSnapshot(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     row: int
     job_id: str
     tenant: str
@@ -137,10 +142,11 @@ class RowSnapshot(_message.Message):
     cached_tokens: int
     output_tokens: int
     max_tokens: int
-    def __init__(self, row: _Optional[int] = ..., job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sla_class: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    choice: int
+    def __init__(self, row: _Optional[int] = ..., job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sla_class: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class QuerySnapshot(_message.Message):
-    __slots__ = ("job_id", "tenant", "sla_class", "state", "prompt_tokens", "prefilled_tokens", "output_tokens", "parks", "parked_bytes", "held", "max_tokens")
+    __slots__ = ("job_id", "tenant", "sla_class", "state", "prompt_tokens", "prefilled_tokens", "output_tokens", "parks", "parked_bytes", "held", "max_tokens", "choice")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SLA_CLASS_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +158,7 @@ class QuerySnapshot(_message.Message):
     PARKED_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     tenant: str
     sla_class: str
@@ -163,7 +170,8 @@ class QuerySnapshot(_message.Message):
     parked_bytes: int
     held: bool
     max_tokens: int
-    def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sla_class: _Optional[str] = ..., state: _Optional[_Union[QueryState, str]] = ..., prompt_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., parks: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., held: bool = ..., max_tokens: _Optional[int] = ...) -> None: ...
+    choice: int
+    def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sla_class: _Optional[str] = ..., state: _Optional[_Union[QueryState, str]] = ..., prompt_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., parks: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., held: bool = ..., max_tokens: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class BatchSnapshot(_message.Message):
     __slots__ = ("step", "time", "rows", "queries", "columns", "host_pool_used_bytes", "host_pool_bytes", "queued_jobs", "counters")

@@ -83,7 +83,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ParkJob(self, request, context):
-        """Takes the row of a running job and holds the job until ResumeJob.
+        """Takes the row of a running job, those of all its choices, and holds the job until ResumeJob.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,12 +40,21 @@ class GenerateStreamResponse(_message.Message):
     def __init__(self, event: _Optional[_Union[_types_pb2.StreamEvent, _Mapping]] = ...) -> None: ...
 
 class WatchJobRequest(_message.Message):
-    __slots__ = ("job_id", "from_token_index")
+    __slots__ = ("job_id", "from_token_index", "choice_from_token_indexes")
+    class ChoiceFromTokenIndexesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     FROM_TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FROM_TOKEN_INDEXES_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     from_token_index: int
-    def __init__(self, job_id: _Optional[str] = ..., from_token_index: _Optional[int] = ...) -> None: ...
+    choice_from_token_indexes: _containers.ScalarMap[int, int]
+    def __init__(self, job_id: _Optional[str] = ..., from_token_index: _Optional[int] = ..., choice_from_token_indexes: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class WatchJobResponse(_message.Message):
     __slots__ = ("event",)
