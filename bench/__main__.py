@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
-from batond.bench import demo, families, model_support, models, support_table, workloads
+from batond.bench import demo, families, model_support, models, soak, support_table, workloads
 from batond.bench import engine as engine_bench
 from batond.daemon.errors import BatondError
 
@@ -77,6 +78,35 @@ def models_command(
     output.write_text(support_table.render(supports))
     if bad := [support.family for support in supports if support.outcome not in {"exact", "refused"}]:
         raise SystemExit(f"served otherwise than exactly: {', '.join(bad)}")
+
+
+@app.command("soak")
+def soak_command(  # noqa: PLR0917 - typer calls it by name
+    schedules: Annotated[int, typer.Option(help="How many to play.")] = 200,
+    seed: Annotated[int, typer.Option(help="Number of the first schedule; the others count on.")] = 0,
+    batch: Annotated[str, typer.Option(help='"auto", "padded" or "ring".')] = "auto",
+    family: Annotated[str, typer.Option(help="Families, separated by commas.")] = ",".join(soak.FAMILIES),
+    rows: Annotated[int, typer.Option(help="Rows of the larger batches.")] = 3,
+    dtype: Annotated[
+        str, typer.Option(help='"float32", or "bfloat16" on a deterministic engine.')
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
+    workers: Annotated[int, typer.Option(help="Processes that play.")] = os.cpu_count() or 1,
+) -> None:
+    """Play random schedules of submit, park, resume and cancel; every query must equal its solo run."""
+    console = Console()
+    torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
+    options = soak.Options(schedules, seed, batch, tuple(family.split(",")), rows, dtype, device, workers)
+    report = soak.run(
+        options, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+    )
+    for name, why in report.skipped.items():
+        console.print(f"refused {name}: {why}", markup=False, soft_wrap=True)
+    batches = ", ".join(f"{name} {kind}" for name, kind in report.batches.items())
+    console.print(f"batches: {batches}", soft_wrap=True)
+    console.print(report.summary(), markup=False, highlight=False, soft_wrap=True)
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 def main() -> None:
