@@ -6,6 +6,7 @@ import operator
 from typing import TYPE_CHECKING
 
 from batond.daemon.engine.params import MAX_PROMPT_LOGPROBS
+from batond.daemon.engine.sessions import SessionKey, check_session_id
 from batond.daemon.errors import InvalidRequestError, RequestTooLargeError
 
 if TYPE_CHECKING:
@@ -87,6 +88,23 @@ class Admission:
         if sampling.stop and not self._has_tokenizer:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", field="stop")
         return prompt
+
+    @staticmethod
+    def check_session(tenant: str, session_id: str | None, sampling: SamplingParams) -> SessionKey | None:
+        """Return the session a turn belongs to, if it names one.
+
+        Raises:
+            InvalidRequestError: The id can't name a session, or log-probabilities of the prompt are wanted,
+                of which those of reused tokens would be missing.
+        """
+        if session_id is None:
+            return None
+        if sampling.prompt_logprobs is not None:
+            raise InvalidRequestError(
+                "prompt_logprobs needs the whole prompt computed: ask for it without session_id",
+                field="prompt_logprobs",
+            )
+        return SessionKey(tenant, check_session_id(session_id))
 
     def _check_prompt_logprobs(self, sampling: SamplingParams, prompt_tokens: int) -> None:
         if sampling.prompt_logprobs is None:

@@ -6,7 +6,6 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from batond.daemon.engine.view import query_view
@@ -21,6 +20,7 @@ from batond.daemon.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Sequence
 
     from batond.daemon.engine.query import Query
@@ -41,6 +41,7 @@ class Lifecycle:
         sampler: Its state per query is let go with the row.
         planner: Its policy is told of every token.
         eos_token_ids: Ids that end a generation.
+        counters: Counted into.
         inline: Whether prompts are computed inside the batch step.
 
     Attributes:
@@ -55,11 +56,12 @@ class Lifecycle:
         sampler: Sampler,
         planner: Planner,
         eos_token_ids: frozenset[int],
+        counters: Counter[str],
         *,
         inline: bool,
     ) -> None:
         self.queries: dict[str, Query] = {}
-        self.counters: Counter[str] = Counter()
+        self.counters = counters
         self.on_event: Callable[[QueryEvent], None] | None = None
         self._residency, self._sampler, self._planner = residency, sampler, planner
         self._eos_token_ids, self._inline = eos_token_ids, inline
@@ -141,9 +143,11 @@ class Lifecycle:
         self.end(query, QueryState.FAILED, FinishReason.ERROR)
 
     def end(self, query: Query, state: QueryState, reason: FinishReason) -> None:
-        """The only way out: every end gives back row, slices and host memory."""
+        """The only way out: every end gives back row, slices and host memory; a finished turn is kept."""
         query.transition(state)
         query.finish_reason = reason
+        if state is QueryState.FINISHED:
+            self._residency.keep_session(query)
         self.drop(query)
         self.counters[f"queries_{state.value}"] += 1
         if query.error is not None:

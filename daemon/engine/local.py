@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,12 @@ from batond.daemon.engine.params import SamplingParams
 from batond.daemon.engine.query import Query
 from batond.daemon.engine.residency import Residency
 from batond.daemon.engine.sampler import Sampler
+from batond.daemon.engine.sessions import (
+    DEFAULT_SHARE,
+    DEFAULT_TTL_S,
+    OWNER_MARK,
+    Sessions,
+)
 from batond.daemon.engine.text import TextStream
 from batond.daemon.engine.view import batch_view, query_view, snapshot
 from batond.daemon.errors import (
@@ -44,7 +51,6 @@ from batond.policies.classes import SlaClasses
 from batond.policies.registry import load_policy
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable, Sequence
 
     import torch
@@ -77,6 +83,9 @@ class LocalEngine:
         classes: SLA classes; None takes the defaults.
         limits: Quantum and park cap; None takes the defaults.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
+        session_bytes: Most bytes of the host pool for slices of finished turns, which give way to parked
+            queries; None is a quarter of the pool, 0 keeps none.
+        session_ttl_s: A session unused for so long is dropped.
         poison: Fill given-back host memory with NaN patterns (tests).
 
     Attributes:
@@ -85,6 +94,8 @@ class LocalEngine:
         batch_reason: Why.
         chunkable: Whether a prompt may be computed in parts, and a kept slice be extended by a prompt.
         preemption_mode: "offload" or "recompute".
+        keeps_sessions: Whether finished turns are kept. Not where a slice can't be extended exactly by a
+            prompt, with inline prefill, or without room.
 
     Raises:
         UnsupportedModelError: The model can't be served exactly; the message says why.
@@ -110,6 +121,8 @@ class LocalEngine:
         classes: SlaClasses | None = None,
         limits: PlannerLimits | None = None,
         one_at_a_time: bool = False,
+        session_bytes: int | None = None,
+        session_ttl_s: float = DEFAULT_TTL_S,
         poison: bool = False,
     ) -> None:
         _check_arguments(
@@ -118,6 +131,8 @@ class LocalEngine:
             chunk_tokens=chunk_tokens,
             host_pool_bytes=host_pool_bytes,
             kv_budget_bytes=kv_budget_bytes,
+            session_bytes=session_bytes,
+            session_ttl_s=session_ttl_s,
         )
         if isinstance(model, str) or hasattr(model, "__fspath__"):
             model, loaded = load_model(model, device=device)
@@ -156,10 +171,28 @@ class LocalEngine:
         if on_cuda:
             pool.warm_up()  # Page-locks in the background; parks before that use what is ready.
         store = ParkedStore(pool, copier_for(self.model.device), poison=poison)
+        if session_bytes is None:
+            session_bytes = host_pool_bytes // DEFAULT_SHARE
+        extensible = serving.chunkable and not serving.replay_by_step
+        self.keeps_sessions = (
+            session_bytes > 0
+            and extensible
+            and not self._inline
+            and serving.preemption_mode == ParkMode.OFFLOAD.value
+        )
+        counters: Counter[str] = Counter()
         self.residency = Residency(
             serving.batch,
             serving.new_prefill_batch,
             store,
+            Sessions(
+                store,
+                serving.batch.layout,
+                serving.batch.device,
+                counters,
+                most_bytes=session_bytes if self.keeps_sessions else 0,
+                ttl_s=session_ttl_s,
+            ),
             chunkable=serving.chunkable,
             replay_by_step=serving.replay_by_step,
         )
@@ -171,7 +204,12 @@ class LocalEngine:
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._sampler = Sampler(self.model, self._tokenizer)
         self._life = Lifecycle(
-            self.residency, self._sampler, self.planner, self.model.eos_token_ids, inline=self._inline
+            self.residency,
+            self._sampler,
+            self.planner,
+            self.model.eos_token_ids,
+            counters,
+            inline=self._inline,
         )
         self._admission = Admission(
             self._sampler,
@@ -217,6 +255,7 @@ class LocalEngine:
         query_id: str | None = None,
         waited_s: float = 0.0,
         emitted_token_ids: Sequence[int] = (),
+        session_id: str | None = None,
     ) -> Query:
         """Take a query; it runs in the steps that follow.
 
@@ -229,16 +268,21 @@ class LocalEngine:
             query_id: Unique name; None makes one.
             waited_s: Time it already waited elsewhere.
             emitted_token_ids: Tokens it produced elsewhere before; it continues after them.
+            session_id: Names a conversation of the tenant. Where a turn before left its slice, only what the
+                prompt adds to it is computed; the prompt is the whole conversation all the same. A turn that
+                finishes leaves its own.
 
         Raises:
-            InvalidRequestError: Empty prompt, unknown token id or class, taken id, stop strings without a
-                tokenizer, n above 1, or structured output that can't be had.
+            InvalidRequestError: Empty prompt, unknown token id or class, bad or taken id, stop strings
+                without a tokenizer, n above 1, structured output that can't be had, or a session together
+                with prompt_logprobs.
             RequestTooLargeError: Prompt + max_tokens is over `max_query_tokens`.
         """
         sampling = sampling or SamplingParams()
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise InvalidRequestError(f"seed must be a whole number, not {seed!r}", field="seed")
         prompt = self._admission.check(prompt_token_ids, sampling)
+        session = self._admission.check_session(tenant, session_id, sampling)
         seq = next(self._arrivals)
         query = Query(
             query_id=f"q{seq}" if query_id is None else query_id,
@@ -249,12 +293,17 @@ class LocalEngine:
             seed=secrets.randbits(63) if seed is None else seed,
             seq=seq,
             arrival_s=time.monotonic() - waited_s,
+            session=session if self.keeps_sessions else None,
         )
         if query.query_id in self.queries:
             raise InvalidRequestError(f"query id {query.query_id} is taken", query_id=query.query_id)
+        if OWNER_MARK in query.query_id:
+            raise InvalidRequestError("a query id has no NUL characters", field="query_id")
         if self._tokenizer is not None:
             query.text = TextStream(self._tokenizer, sampling.stop)
         self._sampler.prepare(query)
+        if query.session is not None:
+            self.residency.sessions.touch(query.session)
         self.queries[query.query_id] = query
         self._life.replay(query, emitted_token_ids)
         return query
@@ -356,8 +405,9 @@ class LocalEngine:
         for query in self.queries.values():
             if (query.state is QueryState.RUNNING) != (query.row is not None):
                 raise AssertionError(f"query {query.query_id} is {query.state} in row {query.row}")
-        if not self.queries and self.residency.store.pool.used_bytes:
-            raise AssertionError(f"{self.residency.store.pool.used_bytes} bytes parked for nobody")
+        astray = self.residency.store.pool.used_bytes - self.residency.sessions.nbytes
+        if not self.queries and astray:
+            raise AssertionError(f"{astray} bytes parked for nobody")
 
     # -- one step -------------------------------------------------------------------------------------
 
@@ -373,7 +423,10 @@ class LocalEngine:
         return self._note_progress(plan, moved=decoded or not plan.empty)
 
     def _plan(self) -> Plan:
-        """Ask the planner; nothing changes."""
+        """Ask the planner; nothing changes but what is known of sessions."""
+        self.residency.sessions.expire()
+        for query in self.queries.values():
+            self.residency.expect_session(query)
         view = batch_view(
             self.queries.values(),
             self.residency,
@@ -447,7 +500,7 @@ class LocalEngine:
             logits = prefill.run_noting(token_ids, partial(self._sampler.record_given, query))
         else:
             logits = prefill.run(token_ids)
-        self._life.count_prefill(query, first, count)
+        self._life.count_prefill(query, first, len(token_ids))
         return logits
 
     def _finish_prefill(self, query: Query, logits: torch.Tensor) -> None:
@@ -470,12 +523,20 @@ class LocalEngine:
 
 
 def _check_arguments(
-    *, rows: int, prefill: str, chunk_tokens: int | None, host_pool_bytes: int, kv_budget_bytes: int | None
+    *,
+    rows: int,
+    prefill: str,
+    chunk_tokens: int | None,
+    host_pool_bytes: int,
+    kv_budget_bytes: int | None,
+    session_bytes: int | None,
+    session_ttl_s: float,
 ) -> None:
     given: tuple[tuple[str, Any, int], ...] = (
         ("rows", rows, 1),
         ("host_pool_bytes", host_pool_bytes, 0),
         ("kv_budget_bytes", 1 if kv_budget_bytes is None else kv_budget_bytes, 1),
+        ("session_bytes", 0 if session_bytes is None else session_bytes, 0),
     )
     for name, value, least in given:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -484,3 +545,5 @@ def _check_arguments(
         raise ConfigError(f'prefill must be "decoupled" or "inline", not {prefill!r}', prefill=prefill)
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}", chunk_tokens=chunk_tokens)
+    if not session_ttl_s > 0:
+        raise ConfigError(f"session_ttl_s must be above 0, not {session_ttl_s}", field="session_ttl_s")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from batond.daemon.engine.grammar import GrammarMatcher
     from batond.daemon.engine.params import SamplingParams
     from batond.daemon.engine.prefill import Prefill
+    from batond.daemon.engine.sessions import KeptSlice, SessionKey
     from batond.daemon.engine.text import TextStream
     from batond.daemon.wire.messages import TokenLogprobs
     from batond.offload.slice import KVSlice
@@ -74,6 +75,11 @@ class Query:
         on_host_tokens: Tokens whose KV lies in the host pool.
         computed_tokens: Most tokens whose KV ever existed; what recomputation is counted against.
         text: Its detokenizer.
+        session: The conversation it is a turn of; None is none.
+        session_slice: What was kept of the session when `session_tokens` was found out.
+        session_tokens: Tokens at the start of its prompt that the session will bring, while nothing of it is
+            computed yet.
+        cached_prompt_tokens: Tokens of its prompt that the session brought.
     """
 
     query_id: str
@@ -104,6 +110,10 @@ class Query:
     on_host_tokens: int = 0
     computed_tokens: int = 0
     text: TextStream | None = None
+    session: SessionKey | None = None
+    session_slice: KeptSlice | None = None
+    session_tokens: int = 0
+    cached_prompt_tokens: int = 0
     started: bool = False
     prompt_logprobs_sent: bool = False
     first_token_s: float | None = None
@@ -128,14 +138,20 @@ class Query:
 
     @property
     def prefilled_tokens(self) -> int:
-        """Tokens whose KV exists somewhere now."""
+        """Tokens whose KV exists somewhere now, in the kept slice of its session at least."""
         if self.row is not None:
             return len(self.prompt_token_ids) + len(self.output_token_ids) - 1
         if self.kv is not None:
             return self.kv.n_tokens
         if self.prefill is not None:
             return self.prefill.done_tokens
-        return self.on_host_tokens
+        return self.on_host_tokens or self.session_tokens
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no KV of its own exists: what its session kept can still be of use."""
+        on_device = self.row is not None or self.kv is not None or self.prefill is not None
+        return not on_device and not self.on_host_tokens
 
     @property
     def to_prefill_tokens(self) -> int:
@@ -227,4 +243,5 @@ class Query:
             recomputed_tokens=self.recomputed_tokens,
             waited_s=waited_s,
             parked_s=self.parked_s,
+            cached_prompt_tokens=self.cached_prompt_tokens,
         )

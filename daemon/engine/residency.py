@@ -1,8 +1,9 @@
 """Where each query's KV is: in a row, in a slice on the device, in the host pool, or nowhere.
 
     WAITING ──prefill──> slice on device ──embed──> row ──extract, store──> host pool
-                              ^                      ^                          |
-                              └── partial prompt ────┴───── load, embed ────────┘
+       ^                      ^                      ^                        |   |
+       |                      └── partial prompt ────┴───── load, embed ──────┘   |
+       └── next turn of a session: load, embed ────── kept when a turn ends ──────┘
 
 One good copy exists at every moment: a row is freed after its host copy is complete, and a host copy is
 discarded after the embed.
@@ -11,6 +12,8 @@ discarded after the embed.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 from batond.daemon.engine.prefill import Prefill, PromptBatch
 from batond.daemon.scheduler.plan import ParkMode
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
     from batond.daemon.engine.batch import Batch
     from batond.daemon.engine.query import Query
+    from batond.daemon.engine.sessions import Sessions
     from batond.offload.slice import KVSlice
     from batond.offload.store import ParkedStore
 
@@ -32,6 +36,7 @@ class Residency:
         batch: The decode batch.
         new_prefill_batch: Makes an empty batch of one row.
         store: Parked slices.
+        sessions: Slices of finished turns, which give way to parked ones.
         chunkable: Prompts may be computed in parts.
         replay_by_step: Emitted tokens are recomputed one by one, as they were computed first.
 
@@ -44,6 +49,7 @@ class Residency:
         batch: Batch,
         new_prefill_batch: Callable[[], PromptBatch],
         store: ParkedStore,
+        sessions: Sessions,
         *,
         chunkable: bool = True,
         replay_by_step: bool = False,
@@ -52,6 +58,7 @@ class Residency:
         self._replay_by_step = replay_by_step
         self.batch = batch
         self.store = store
+        self.sessions = sessions
         self.by_row: list[Query | None] = [None] * batch.rows
         self._new_prefill_batch = new_prefill_batch
 
@@ -60,17 +67,43 @@ class Residency:
         """Rows in use and their owners."""
         return [(row, query) for row, query in enumerate(self.by_row) if query is not None]
 
+    @property
+    def host_free_bytes(self) -> int:
+        """Bytes a park may take from the host pool: idle sessions make room."""
+        return self.store.pool.free_bytes + self.sessions.nbytes
+
     def prefill_of(self, query: Query) -> Prefill:
-        """The query's prompt computation: under way, parked half done, or new."""
+        """The query's prompt computation: under way, parked half done, after its session's, or new."""
         if query.prefill is None:
             parked = self._load(query) if query.on_host_tokens else None
+            known = self._load_session(query) if parked is None else parked
             together = len(query.prompt_token_ids) if self._replay_by_step else None
             query.prefill = Prefill(
-                self._new_prefill_batch(), parked, together_tokens=together, divisible=self._chunkable
+                self._new_prefill_batch(), known, together_tokens=together, divisible=self._chunkable
             )
             if parked is not None:
                 self._discard(query)
         return query.prefill
+
+    def expect_session(self, query: Query) -> None:
+        """Find out what its session would spare a query, where that may have changed."""
+        if query.session is None or not query.untouched:
+            return
+        kept = self.sessions.get(query.session)
+        if kept is not query.session_slice:
+            query.session_slice = kept
+            query.session_tokens = self.sessions.reusable_tokens(query.session, query.prompt_token_ids)
+
+    def keep_session(self, query: Query) -> None:
+        """Keep the slice of a finished turn for the next one, if there is room."""
+        if query.session is None or not self.sessions.most_bytes:
+            return
+        try:
+            kv = self._device_copy(query)
+        except torch.OutOfMemoryError:
+            return  # No room for the copy: the next turn is computed whole.
+        if kv is not None:
+            self.sessions.keep(query.session, query.to_cache_token_ids, kv)
 
     def place(self, query: Query) -> int | None:
         """Give the query a row and embed its KV, if it has any.
@@ -110,6 +143,7 @@ class Residency:
     def release(self, query: Query) -> None:
         """Forget everything of a query that has ended."""
         self._leave_device(query)
+        query.session_slice, query.session_tokens = None, 0
         self.store.forget(query.query_id)
         query.on_host_tokens = 0
 
@@ -117,6 +151,7 @@ class Residency:
         """Raise AssertionError where owners, rows and pool contradict each other."""
         self.batch.check_integrity()
         self.store.check_integrity()
+        self.sessions.check_integrity()
         for row, owner in enumerate(self.by_row):
             if (owner is not None) != bool(self.batch.lengths[row]):
                 raise AssertionError(f"row {row}: owner {owner}, {self.batch.lengths[row]} tokens")
@@ -140,6 +175,7 @@ class Residency:
 
     def _store(self, query: Query, kv: KVSlice) -> int | None:
         """Copy a slice to the host pool; returns its bytes, or None if it doesn't fit or the copy failed."""
+        self.sessions.make_room(kv.nbytes)
         try:
             ticket = self.store.begin_store(query.query_id, kv, self.batch.layout.digest)
             self.store.finish_store(ticket)
@@ -158,6 +194,16 @@ class Residency:
             self.store.forget(query.query_id)
             query.on_host_tokens = 0
             return None
+
+    def _load_session(self, query: Query) -> KVSlice | None:
+        """Bring what the query's session spares it; from here on the query is on its own."""
+        query.session_slice, query.session_tokens = None, 0
+        if query.session is None:
+            return None
+        kv = self.sessions.load(query.session, query.prompt_token_ids)
+        if kv is not None:
+            query.cached_prompt_tokens = max(query.cached_prompt_tokens, kv.n_tokens)
+        return kv
 
     def _discard(self, query: Query) -> None:
         self.store.discard(query.query_id)

@@ -82,7 +82,7 @@ def batch_view(
         chunk_tokens=chunk_tokens,
         ready_limit=ready_limit,
         kv_free_bytes=free,
-        host_free_bytes=residency.store.pool.free_bytes,
+        host_free_bytes=residency.host_free_bytes,
         gate=gate,
     )
 
