@@ -201,6 +201,8 @@ class EngineConfig(_Section):
         chunk_tokens: Prompt tokens computed between two decode steps; 0 is no bound.
         max_query_tokens: Limit on prompt + output of a query; 0 takes the model's own.
         host_pool_bytes: Host RAM for parked KV: bytes, a size such as `4GiB`, or `auto`.
+        session_bytes: Part of it that kept KV of chat sessions may take; `auto` is a quarter, 0 keeps none.
+        session_ttl_s: A chat session unused for so long is dropped.
         policy: Name of a registered policy.
         quantum_tokens: Tokens a query decodes before it may be parked again.
         max_parks: Parks after which a query stays.
@@ -214,6 +216,8 @@ class EngineConfig(_Section):
     chunk_tokens: int = Field(default=256, ge=0)
     max_query_tokens: int = Field(default=0, ge=0)
     host_pool_bytes: Literal["auto"] | ByteSize = "auto"
+    session_bytes: Literal["auto"] | ByteSize = "auto"
+    session_ttl_s: Seconds = 3600.0
     policy: str = "priority"
     quantum_tokens: int = Field(default=16, ge=0)
     max_parks: int = Field(default=8, ge=0)

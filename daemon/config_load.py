@@ -144,6 +144,8 @@ def engine_settings(settings: Settings) -> EngineSettings:
         chunk_tokens=engine.chunk_tokens,
         max_query_tokens=engine.max_query_tokens,
         host_pool_bytes=-1 if engine.host_pool_bytes == "auto" else int(engine.host_pool_bytes),
+        session_bytes=-1 if engine.session_bytes == "auto" else int(engine.session_bytes),
+        session_ttl_s=engine.session_ttl_s,
         policy=engine.policy,
         quantum_tokens=engine.quantum_tokens,
         max_parks=engine.max_parks,

@@ -77,6 +77,8 @@ class EngineProcess:
                 self._apply(command)
             if self._engine.busy:
                 self._engine.step()
+            else:
+                self._engine.residency.sessions.expire()
             self._report()
 
     def _apply(self, command: Command) -> None:
@@ -109,6 +111,7 @@ class EngineProcess:
                 query_id=command.query_id,
                 waited_s=command.waited_s,
                 emitted_token_ids=command.emitted_token_ids,
+                session_id=command.session_id or None,
             )
         except BatondError as error:
             usage = Usage(
@@ -197,6 +200,8 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         max_query_tokens=settings.max_query_tokens or None,
         classes=SlaClasses(settings.classes),
         limits=PlannerLimits(quantum_tokens=settings.quantum_tokens, max_parks=settings.max_parks),
+        session_bytes=None if settings.session_bytes < 0 else settings.session_bytes,
+        session_ttl_s=settings.session_ttl_s,
     )
 
 

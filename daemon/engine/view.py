@@ -127,5 +127,7 @@ def snapshot(
         columns=batch.columns,
         host_pool_used_bytes=pool.used_bytes,
         host_pool_bytes=pool.capacity_bytes,
+        sessions=residency.sessions.count,
+        session_bytes=residency.sessions.nbytes,
         counters=dict(counters),
     )

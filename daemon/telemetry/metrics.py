@@ -136,6 +136,8 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("batond_columns", "Length of the batch's time axis.", shot.columns)
         yield GaugeMetricFamily("batond_host_pool_bytes", "Host RAM for parked KV.", shot.host_pool_bytes)
         yield GaugeMetricFamily("batond_host_pool_used_bytes", "Used part of it.", shot.host_pool_used_bytes)
+        yield GaugeMetricFamily("batond_sessions", "Chat sessions with kept KV.", shot.sessions)
+        yield GaugeMetricFamily("batond_session_bytes", "Host RAM for their KV.", shot.session_bytes)
         for name, value in sorted(shot.counters.items()):
             yield CounterMetricFamily(
                 f"batond_engine_{name}", "Counted by the engine since its start.", value

@@ -243,6 +243,8 @@ class Snapshot(Message, frozen=True):
     counters: dict[
         str, float
     ]  # Monotonic: decode_steps, idle_row_steps, parks, resumes, recomputed_tokens, ...
+    sessions: int = 0  # Finished turns whose slices are kept in the host pool.
+    session_bytes: int = 0  # Part of the used bytes: a parked query gets them if it needs them.
 
 
 class StepEvents(Message, frozen=True):

@@ -24,6 +24,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         chunk_tokens: Prompt tokens computed between two decode steps; 0 is no bound.
         max_query_tokens: Limit on prompt + max_tokens; 0 takes the model's own.
         host_pool_bytes: Host RAM for parked KV; -1 lets the engine choose ("auto").
+        session_bytes: Part of it for slices of finished turns; -1 is a quarter, 0 keeps none.
+        session_ttl_s: A session unused for so long is dropped.
         policy: Name of the policy.
         quantum_tokens: Tokens decoded between an admission and the next park.
         max_parks: Parks after which a query is not preemptible any more.
@@ -42,6 +44,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chunk_tokens: int = 256
     max_query_tokens: int = 0
     host_pool_bytes: int = -1
+    session_bytes: int = -1
+    session_ttl_s: float = 3600.0
     policy: str = "priority"
     quantum_tokens: int = 16
     max_parks: int = 8

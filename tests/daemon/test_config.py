@@ -204,7 +204,11 @@ def test_the_engine_gets_plain_resolved_values(tmp_path: Path) -> None:
     made = engine_settings(load_settings(file))
     assert (made.rows, made.host_pool_bytes, made.model_name) == (3, 3 << 29, tmp_path.name)
     assert msgspec.json.decode(msgspec.json.encode(made), type=EngineSettings) == made
-    assert engine_settings(load_settings(None, {"model": {"path": str(tmp_path)}})).host_pool_bytes == -1
+    plain = engine_settings(load_settings(None, {"model": {"path": str(tmp_path)}}))
+    assert (plain.host_pool_bytes, plain.session_bytes, plain.session_ttl_s) == (-1, -1, 3600.0)
+    file = _file(tmp_path, f"[model]\npath='{tmp_path}'\n[engine]\nsession_bytes='2 MiB'\nsession_ttl_s=9\n")
+    made = engine_settings(load_settings(file))
+    assert (made.session_bytes, made.session_ttl_s) == (2 << 20, 9.0)
 
 
 def test_the_model_is_found_or_the_message_says_what_to_do(

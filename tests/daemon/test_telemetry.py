@@ -90,6 +90,8 @@ def _snapshot() -> Snapshot:
         columns=7,
         host_pool_used_bytes=10,
         host_pool_bytes=100,
+        sessions=3,
+        session_bytes=7,
         counters={"parks": 1.0, "decode_steps": 4.0},
     )
 
@@ -113,6 +115,8 @@ def test_metrics_are_scraped_over_http() -> None:
         'batond_queries{state="parked"} 1.0',
         'batond_queries{state="ready"} 0.0',
         "batond_host_pool_used_bytes 10.0",
+        "batond_sessions 3.0",
+        "batond_session_bytes 7.0",
         "batond_engine_parks_total 1.0",
     ):
         assert line in text.splitlines()
