@@ -227,19 +227,40 @@ def make_bench() -> Callable[[Any], Bench]:
     return Bench
 
 
+@pytest.fixture(autouse=True)
+def books(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Engines and batches that the test makes; the books of each are checked when it is over."""
+    made: list[Any] = []
+    for kind in (LocalEngine, PaddedBatch, RingBatch):
+        monkeypatch.setattr(kind, "__init__", _noting(kind.__init__, made))
+    yield made
+    for one in made:
+        one.check_integrity()
+
+
+def _noting(init: Callable[..., None], made: list[Any]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        made.append(self)
+
+    return wrapped
+
+
 @pytest.fixture
-def make_engine() -> Iterator[Callable[..., LocalEngine]]:
-    """Engines whose books are checked when the test is over."""
-    made: list[LocalEngine] = []
+def make_engine() -> Callable[..., LocalEngine]:
+    """Engines as tests want them: host memory that was given back is poisoned."""
 
     def make(model: Any, tokenizer: Any = None, **options: Any) -> LocalEngine:
-        engine = LocalEngine(model, tokenizer, **{"poison": True, "host_pool_bytes": 1 << 24, **options})
-        made.append(engine)
-        return engine
+        return LocalEngine(model, tokenizer, **{"poison": True, "host_pool_bytes": 1 << 24, **options})
 
-    yield make
-    for engine in made:
-        engine.check_integrity()
+    return make
+
+
+@pytest.fixture(params=["padded", "ring"])
+def batch_kind(request: pytest.FixtureRequest) -> str:
+    """Both batches that serve every model of these tests."""
+    return str(request.param)
 
 
 @pytest.fixture
