@@ -6,11 +6,11 @@ rebuilt by accepting the tokens emitted so far. xgrammar is the optional extra `
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from batond.daemon.engine.structure import load_xgrammar, structure_field, structure_refusal
 from batond.daemon.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES: Final = 256 << 20
 _COMPILE_THREADS: Final = 2
-_LOG_PREFIX: Final = re.compile(
-    r"^\[[\d:]+\] \S+:\d+: "
-)  # xgrammar puts time and source line before its words.
 
 
 class GrammarMatcher:
@@ -79,7 +76,7 @@ class Grammars:
                 )
             )
         except (RuntimeError, ValueError) as error:
-            raise _refusal(field, error) from error
+            raise structure_refusal(field, error) from error
 
     def allowed(self, matchers: Sequence[GrammarMatcher], device: torch.device) -> torch.Tensor:
         """Which tokens may come next.
@@ -100,7 +97,7 @@ class Grammars:
 
     def _compile(self, sampling: SamplingParams) -> tuple[str, Any]:
         """The field that asked, and its compiled form; the compiler remembers what it has seen."""
-        field = next(n for n in ("json_schema", "regex", "grammar") if getattr(sampling, n) is not None)
+        field = structure_field(sampling)
         compile_source = {
             "json_schema": self._compiler.compile_json_schema,
             "regex": self._compiler.compile_regex,
@@ -109,19 +106,13 @@ class Grammars:
         try:
             return field, compile_source(getattr(sampling, field))
         except (RuntimeError, ValueError, TypeError) as error:
-            raise _refusal(field, error) from error
+            raise structure_refusal(field, error) from error
 
     def _xgrammar(self) -> Any:
         """The library, with a compiler made on first use: reading a vocabulary takes a while."""
         if self._tokenizer is None:
             raise InvalidRequestError("structured output needs a tokenizer", reason="NO_TOKENIZER")
-        try:
-            import xgrammar  # noqa: PLC0415 # pyright: ignore[reportMissingImports] - optional
-        except ImportError as error:
-            raise InvalidRequestError(
-                "structured output is not available here: install batond[structured]",
-                reason="NO_STRUCTURED_OUTPUT",
-            ) from error
+        xgrammar = load_xgrammar()
         if self._compiler is None:
             from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - heavy, and only needed here
 
@@ -135,8 +126,3 @@ class Grammars:
             )
             self._batch = xgrammar.BatchGrammarMatcher()
         return xgrammar
-
-
-def _refusal(field: str, error: Exception) -> InvalidRequestError:
-    message = _LOG_PREFIX.sub("", str(error)).strip()[:500]
-    return InvalidRequestError(f"{field} can't be compiled: {message}", field=field)

@@ -20,6 +20,9 @@ MAX_LOGPROBS: Final = 20
 MAX_PROMPT_LOGPROBS: Final = 1 << 19  # Numbers of one prompt: they travel to the front in one frame.
 MAX_N: Final = 128
 MAX_GRAMMAR_CHARS: Final = 1 << 16
+MAX_SCHEMA_DEPTH: Final = (
+    100  # The compiler's time grows with the cube: 1,000 nested levels hold it for minutes.
+)
 _SEED_BITS: Final = 63  # What every number format on the way keeps exactly.
 
 
@@ -215,3 +218,17 @@ def _check_schema(source: str) -> None:
         raise InvalidRequestError(f"json_schema is not JSON: {error}", field="json_schema") from error
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError("json_schema must be a JSON object or a boolean", field="json_schema")
+    level: list[object] = [schema]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > MAX_SCHEMA_DEPTH:
+            raise InvalidRequestError(
+                f"json_schema nests deeper than {MAX_SCHEMA_DEPTH} levels", field="json_schema"
+            )
+        level = [inner for outer in level for inner in _nested(outer)]
+
+
+def _nested(value: object) -> list[object]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [one for one in inner if isinstance(one, (dict, list))]

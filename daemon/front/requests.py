@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from batond.daemon.engine.params import MAX_PROMPT_LOGPROBS, SamplingParams
+from batond.daemon.engine.structure import check_structure
 from batond.daemon.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -308,21 +309,23 @@ def _sampling(given: types_pb2.SamplingParams, default_max_tokens: int) -> Sampl
         if given.HasField(name):
             values[name] = getattr(given, name)
     try:
-        return SamplingParams(
+        sampling = SamplingParams(
             **values,
             ignore_eos=given.ignore_eos,
             logit_bias=dict(given.logit_bias),
             stop_token_ids=tuple(given.stop_token_ids),
             stop=tuple(given.stop),
         )
+        check_structure(sampling)
     except InvalidRequestError as error:
         field = error.details.pop("field", "")
         raise InvalidRequestError(
             error.message,
-            reason="BAD_SAMPLING",
+            reason="BAD_SAMPLING" if error.reason == InvalidRequestError.reason else error.reason,
             field=f"spec.sampling.{field}".rstrip("."),
             **error.details,
         ) from error
+    return sampling
 
 
 def _check_session(session_id: str, sampling: SamplingParams) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 
 from batond.daemon.engine.params import SamplingParams
+from batond.daemon.engine.structure import FIELDS
 from batond.daemon.errors import InvalidRequestError
 from batond.daemon.front.requests import _sampling
 from batond.v1 import types_pb2
@@ -36,6 +38,8 @@ GIVEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("field", GIVEN)
 def test_a_field_reaches_the_parameters(field: str) -> None:
+    if field in FIELDS:
+        pytest.importorskip("xgrammar", reason="the extra `structured` is not installed")
     value = GIVEN[field]
     given = types_pb2.SamplingParams(**{field: value})
     expected = {"max_tokens": 256, field: value}
@@ -74,6 +78,42 @@ def test_a_bad_value_is_refused_by_its_place(field: str, value: Any) -> None:
         _sampling(types_pb2.SamplingParams(**{field: value}), 256)
     assert caught.value.details["field"] == f"spec.sampling.{field}"
     assert caught.value.reason == "BAD_SAMPLING"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("json_schema", '{"type": "nope"}'),
+        ("json_schema", '{"items":' * 101 + "{}" + "}" * 101),
+        ("regex", "a{3,1}"),
+        ("regex", "(a"),
+        ("grammar", "root ::= missing"),
+        ("grammar", 'start ::= "a"'),
+        ("grammar", "no grammar at all"),
+    ],
+    ids=["type", "nested", "bounds", "bracket", "rule", "root", "words"],
+)
+def test_a_structure_that_no_engine_compiles_is_refused(field: str, value: str) -> None:
+    """Q1: when it is submitted, not when it runs."""
+    pytest.importorskip("xgrammar", reason="the extra `structured` is not installed")
+    with pytest.raises(InvalidRequestError) as caught:
+        _sampling(types_pb2.SamplingParams(**{field: value}), 256)
+    assert caught.value.details["field"] == f"spec.sampling.{field}"
+    assert caught.value.reason == "BAD_SAMPLING"
+    assert "/project/" not in caught.value.message
+
+
+def test_a_schema_as_deep_as_allowed_is_taken() -> None:
+    pytest.importorskip("xgrammar", reason="the extra `structured` is not installed")
+    schema = '{"items":' * 99 + "{}" + "}" * 99
+    assert _sampling(types_pb2.SamplingParams(json_schema=schema), 256).json_schema == schema
+
+
+def test_without_the_extra_every_structure_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(InvalidRequestError, match=r"batond\[structured\]") as caught:
+        _sampling(types_pb2.SamplingParams(regex="a"), 256)
+    assert caught.value.reason == "NO_STRUCTURED_OUTPUT"
 
 
 def test_two_structures_at_once_are_refused() -> None:
