@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -13,8 +14,6 @@ from batond.bench.schedules import Arrival, Move, Request, Schedule
 from batond.daemon.engine.params import SamplingParams
 
 if TYPE_CHECKING:
-    import random
-
     from batond.daemon.engine.local import LocalEngine
 
 CLASSES = ("interactive", "standard", "batch")
@@ -22,6 +21,7 @@ TENANTS = ("lab", "archive", "shop")
 DEFAULT_WINDOW_TOKENS = 8
 LONGEST_PROMPT_TOKENS = 40
 LONGEST_OUTPUT_TOKENS = 12
+LONGEST_QUERY_TOKENS = LONGEST_PROMPT_TOKENS + LONGEST_OUTPUT_TOKENS
 _CATALOGUE_SIZE = 240  # Requests a family's schedules share, so that most solo runs are made once.
 _FRESH_ONCE_IN = 20
 _WEIGHTS = {Move.STEP: 16, Move.PARK: 8, Move.RESUME: 5, Move.CANCEL: 1}
@@ -43,6 +43,7 @@ class Draws:
 
     def __init__(self, engine: LocalEngine, *, replays: bool = True) -> None:
         self._lengths = edge_lengths(engine.model.window_tokens)
+        self._vocabulary = min(VOCABULARY, engine.model.vocab_size)
         self._favourites = [*engine.model.eos_token_ids, 0, 2, 5]
         self._structured = importlib.util.find_spec("xgrammar") is not None
         self._replays = replays
@@ -59,21 +60,23 @@ class Draws:
         return Schedule(arrivals, tuple(moves))
 
     def _arrival(self, rng: random.Random) -> Arrival:
-        if _once_in(rng, _FRESH_ONCE_IN):
-            request = self.request(rng)
-        else:
-            number = rng.randrange(_CATALOGUE_SIZE)
-            request = self._catalogue.get(number) or self.request(type(rng)(number))
-            self._catalogue[number] = request
+        fresh = _once_in(rng, _FRESH_ONCE_IN)
+        request = self.request(rng) if fresh else self.catalogued(rng.randrange(_CATALOGUE_SIZE))
         emitted = rng.randrange(1, 5) if self._replays and _once_in(rng, 10) else 0
         return Arrival(request, rng.choice(CLASSES), rng.choice(TENANTS), emitted)
+
+    def catalogued(self, number: int) -> Request:
+        """The request of a number: always the same."""
+        if number not in self._catalogue:
+            self._catalogue[number] = self.request(random.Random(number))  # noqa: S311 - not a secret
+        return self._catalogue[number]
 
     def request(self, rng: random.Random) -> Request:
         """A prompt of a telling length, with a few parameters set."""
         longest = LONGEST_PROMPT_TOKENS if _once_in(rng, 5) else 14
         length = rng.choice([*self._lengths, rng.randrange(2, longest)])
         prompt = tuple(
-            rng.choice(self._favourites) if _once_in(rng, 20) else rng.randrange(VOCABULARY)
+            rng.choice(self._favourites) if _once_in(rng, 20) else rng.randrange(self._vocabulary)
             for _ in range(length)
         )
         return Request(prompt, self.sampling(rng), rng.randrange(1 << 62))
@@ -91,11 +94,13 @@ class Draws:
         if _once_in(rng, 7):
             fields |= {"prompt_logprobs": rng.randrange(3)}
         if _once_in(rng, 3):
-            fields |= {"stop_token_ids": tuple(rng.sample(range(VOCABULARY), rng.randrange(1, 6)))}
+            fields |= {"stop_token_ids": tuple(rng.sample(range(self._vocabulary), rng.randrange(1, 6)))}
         if _once_in(rng, 5):
             fields |= {"min_tokens": rng.randrange(count + 1)}
         if _once_in(rng, 5):
-            fields |= {"logit_bias": {rng.choice(self._favourites): 6.0, rng.randrange(VOCABULARY): -3.0}}
+            fields |= {
+                "logit_bias": {rng.choice(self._favourites): 6.0, rng.randrange(self._vocabulary): -3.0}
+            }
         if _once_in(rng, 5):
             fields |= {"stop": tuple(chr(rng.randrange(33, 127)) for _ in range(rng.randrange(1, 9)))}
         if self._structured and _once_in(rng, 20):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batond.bench.draws import Draws, byte_tokenizer
+from batond.bench.draws import LONGEST_QUERY_TOKENS, Draws, byte_tokenizer
 from batond.bench.families import family_names, make_family
 from batond.bench.model_support import solo_tokens
 from batond.bench.schedules import play
@@ -364,6 +364,7 @@ class _Stand:
             host_pool_bytes=setup.host_pool_bytes,
             chunk_tokens=setup.chunk_tokens,
             ready_limit=setup.ready_limit,
+            max_query_tokens=LONGEST_QUERY_TOKENS,  # A small ring wraps often.
             limits=PlannerLimits(quantum_tokens=setup.quantum_tokens, max_parks=64),
             poison=True,
             **options,

@@ -1,0 +1,197 @@
+"""Any order of submit, step, park, resume and cancel, on four kinds of cache and both batches, in fp32."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from batond.bench.draws import CLASSES, LONGEST_QUERY_TOKENS, TENANTS, Draws, byte_tokenizer
+from batond.bench.families import make_family
+from batond.bench.schedules import Arrival, Move, Player, Request
+from batond.bench.solo import SoloRuns, compare
+from batond.daemon.engine import LocalEngine, SamplingParams
+from batond.daemon.scheduler.planner import PlannerLimits
+from batond.daemon.wire.messages import QueryState
+
+if TYPE_CHECKING:
+    from batond.daemon.engine.query import Query
+    from batond.offload.slice import KVSlice
+
+# Full attention; a window; windows and full attention with soft caps; convolution beside attention.
+FAMILIES = ["llama", "mistral", "gemma2", "lfm2"]
+REQUESTS = 24
+
+FEW = settings(
+    max_examples=5,
+    stateful_step_count=24,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+MANY = settings(FEW, max_examples=120, stateful_step_count=80, derandomize=False)
+
+few_and_many = pytest.mark.parametrize(
+    "size", [pytest.param(FEW, id="few"), pytest.param(MANY, id="many", marks=pytest.mark.slow)]
+)
+
+
+@dataclass
+class Stand:
+    """An idle engine, and what requests give alone on another one."""
+
+    engine: LocalEngine
+    solo: SoloRuns
+    draws: Draws
+
+
+def new_engine(family: str, batch: str, rows: int, chunk_tokens: int | None) -> LocalEngine:
+    return LocalEngine(
+        _model(family),
+        byte_tokenizer(),
+        rows=rows,
+        batch=batch,
+        chunk_tokens=chunk_tokens,
+        max_query_tokens=LONGEST_QUERY_TOKENS,
+        host_pool_bytes=1 << 22,
+        limits=PlannerLimits(quantum_tokens=1, max_parks=64),
+        poison=True,
+    )
+
+
+@functools.cache
+def _model(family: str) -> object:
+    return make_family(family)
+
+
+@functools.cache
+def stand(family: str, batch: str) -> Stand:
+    engine = new_engine(family, batch, rows=3, chunk_tokens=5)
+    return Stand(engine, SoloRuns(new_engine(family, batch, rows=1, chunk_tokens=None)), Draws(engine))
+
+
+def fresh(family: str, batch: str) -> Stand:
+    """The stand, made anew if an example that failed has left something behind."""
+    if stand(family, batch).engine.queries:
+        stand.cache_clear()
+    return stand(family, batch)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Moves in any order; at the end everybody has what they get alone."""
+
+    def __init__(self, on: Stand) -> None:
+        super().__init__()
+        self.on, self.player = on, Player(on.engine)
+        self.requests: list[Request] = []
+
+    @rule(
+        number=st.integers(0, REQUESTS - 1),
+        sla_class=st.sampled_from(CLASSES),
+        tenant=st.sampled_from(TENANTS),
+        emitted=st.sampled_from([0, 0, 0, 0, 2]),
+    )
+    def submit(self, number: int, sla_class: str, tenant: str, emitted: int) -> None:
+        request = self.on.draws.catalogued(number)
+        given = self.on.solo.outcome(request).token_ids[:emitted]
+        self.player.submit(Arrival(request, sla_class, tenant), given)
+        self.requests.append(request)
+
+    @rule(count=st.integers(1, 3))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.player.step()
+
+    @rule(number=st.integers(0, 7))
+    def park(self, number: int) -> None:
+        self.player.apply(Move.PARK, number)
+
+    @rule(number=st.integers(0, 7))
+    def park_another(self, number: int) -> None:  # Twice as likely as a cancellation.
+        self.player.apply(Move.PARK, number)
+
+    @rule(number=st.integers(0, 7))
+    def resume(self, number: int) -> None:
+        self.player.apply(Move.RESUME, number)
+
+    @rule(number=st.integers(0, 7))
+    def cancel(self, number: int) -> None:
+        self.player.apply(Move.CANCEL, number)
+
+    def teardown(self) -> None:
+        self.player.drain()
+        for place, request in enumerate(self.requests):
+            assert compare(self.player, place, request, self.on.solo).faults == []
+
+
+@few_and_many
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_order_of_moves_equals_solo(family: str, batch_kind: str, size: settings) -> None:
+    """R1, R2, R3, R7, R10, Q3, Q4: tokens, text, log-probabilities, finish reasons, counts, streams."""
+    run_state_machine_as_test(lambda: AnyOrder(fresh(family, batch_kind)), settings=size)
+
+
+def _copy_of(query: Query, engine: LocalEngine) -> KVSlice:
+    """What the query has computed, wherever on the device it is."""
+    if query.row is not None:
+        return engine.residency.batch.extract(query.row)
+    if query.kv is not None:
+        return query.kv
+    return engine.residency.prefill_of(query).slice()
+
+
+@few_and_many
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_park_brings_back_every_byte(family: str, batch_kind: str, size: settings) -> None:
+    """R4: extract, park, load, embed, extract: equal bytes, at every stage of a query, in another row."""
+
+    @size
+    @given(
+        length=st.integers(1, 30),
+        before=st.integers(1, 14),
+        between=st.integers(0, 40),
+        mates=st.integers(0, 2),
+        noise=st.integers(0, 99),
+    )
+    def check(length: int, before: int, between: int, mates: int, noise: int) -> None:
+        engine = fresh(family, batch_kind).engine
+        engine.on_event = None
+        rng = random.Random(noise)
+        sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+        query = engine.submit([rng.randrange(3, 120) for _ in range(length)], sampling)
+        for _ in range(before):
+            engine.step()
+        if query.live:
+            _round_trip(engine, query, mates, between, rng)
+        engine.run_until_idle()
+        assert len(query.output_token_ids) == 12
+        engine.check_integrity()
+
+    check()
+
+
+def _round_trip(engine: LocalEngine, query: Query, mates: int, between: int, rng: random.Random) -> None:
+    old, old_row = _copy_of(query, engine), query.row
+    engine.park(query)
+    for _ in range(mates):
+        length = rng.randrange(1, 30)
+        engine.submit([rng.randrange(3, 120) for _ in range(length)], SamplingParams(max_tokens=8))
+    for _ in range(between):
+        engine.step()
+    engine.resume(query)
+    if not query.to_prefill_tokens:
+        engine._life.place(query)
+        assert query.state is QueryState.RUNNING
+        assert query.row != old_row
+    new = _copy_of(query, engine)
+    assert torch.equal(new.tokens, old.tokens)
+    assert torch.equal(new.state, old.state)
+    assert query.recomputed_tokens == 0
