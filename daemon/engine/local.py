@@ -13,14 +13,15 @@ import itertools
 import secrets
 import time
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batond.daemon.engine.admission import Admission
 from batond.daemon.engine.build import choose_batch
 from batond.daemon.engine.lifecycle import Lifecycle
 from batond.daemon.engine.model import CausalModel, load_model
+from batond.daemon.engine.packing import find_packer
 from batond.daemon.engine.params import SamplingParams
+from batond.daemon.engine.prompts import Prompts
 from batond.daemon.engine.query import Query
 from batond.daemon.engine.residency import Residency
 from batond.daemon.engine.sampler import Sampler
@@ -53,9 +54,9 @@ from batond.policies.registry import load_policy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
-    from batond.daemon.scheduler.plan import Chunk, ParkOrder, Plan
+    from batond.daemon.engine.build import Serving
+    from batond.daemon.engine.packing import Packer
+    from batond.daemon.scheduler.plan import ParkOrder, Plan
     from batond.daemon.wire.messages import QueryEvent, Snapshot
     from batond.policies.base import Policy
 
@@ -211,6 +212,7 @@ class LocalEngine:
             counters,
             inline=self._inline,
         )
+        self._prompts = Prompts(self.residency, self._sampler, self._life, self._find_packer(serving))
         self._admission = Admission(
             self._sampler,
             vocab_size=self.model.vocab_size,
@@ -222,6 +224,14 @@ class LocalEngine:
         )
         self._arrivals = itertools.count(1)
         self._stalled_steps = 0
+
+    def _find_packer(self, serving: Serving) -> Packer | None:
+        """What computes short prompts together, if that changes nothing."""
+        if self._inline or not serving.chunkable:
+            return None
+        return find_packer(
+            self.model, serving.batch.layout, serving.new_prefill_batch, most_tokens=self._chunk_tokens
+        )
 
     # -- what callers do ------------------------------------------------------------------------------
 
@@ -416,7 +426,7 @@ class LocalEngine:
         self.counters["steps"] += 1
         self.residency.store.collect()
         plan = self._plan()
-        self._prefill(plan.chunks)
+        self._prompts.run(plan.chunks)
         self._take_rows(plan.park)
         self._give_rows((*plan.resume, *plan.admit))
         decoded = self._decode()
@@ -439,20 +449,6 @@ class LocalEngine:
             inline=self._inline,
         )
         return self.planner.plan(view)
-
-    def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        """Compute the planned parts of prompts, apart from the batch."""
-        for chunk in chunks:
-            query = self.queries[chunk.query_id]
-            if query.state is QueryState.WAITING:
-                query.transition(QueryState.PREFILLING)
-            try:
-                logits = self._run_chunk(query, chunk.tokens)
-            except (RuntimeError, ValueError, IndexError) as error:
-                self._life.fail(query, error)
-                continue
-            if not query.to_prefill_tokens:
-                self._finish_prefill(query, logits)
 
     def _take_rows(self, orders: Sequence[ParkOrder]) -> None:
         """Park the planned victims."""
@@ -488,28 +484,6 @@ class LocalEngine:
             self.planner.policy.on_tokens(query_view(query, self.residency.batch.layout), 0, 1)
             self._life.append(query, choice)
         return True
-
-    # -- the pieces -----------------------------------------------------------------------------------
-
-    def _run_chunk(self, query: Query, count: int) -> torch.Tensor:
-        """Compute the next `count` tokens of a prompt (and of replayed output); logits after the last."""
-        prefill = self.residency.prefill_of(query)
-        first = prefill.done_tokens
-        token_ids = query.to_cache_token_ids[first : first + count]
-        if query.lacks_given_logprobs:
-            logits = prefill.run_noting(token_ids, partial(self._sampler.record_given, query))
-        else:
-            logits = prefill.run(token_ids)
-        self._life.count_prefill(query, first, len(token_ids))
-        return logits
-
-    def _finish_prefill(self, query: Query, logits: torch.Tensor) -> None:
-        """The whole prompt is there: keep its slice; a new query gets its first token."""
-        query.kv, query.prefill = self.residency.prefill_of(query).slice(), None
-        if query.state is QueryState.PREFILLING:
-            query.transition(QueryState.READY)
-        if not query.output_token_ids:
-            self._life.append(query, self._sampler.choose(logits[None], [query])[0])
 
     def _note_progress(self, plan: Plan, *, moved: bool) -> bool:
         """A batch that can't move although somebody could is a defect: say so instead of spinning."""
