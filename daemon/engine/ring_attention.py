@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 RING_ATTENTION = "batond_ring"
-#: What one more attention call costs, in columns of one row read (CPU; measured with 3 heads of 64).
-_CALL_COLUMNS = 256
+#: What one more attention call costs, in columns of one row read. CPU: measured with 3 heads of 64. CUDA: a
+#: few launches of 10 us, at 16 KiB a column and 3 TB/s.
+_CALL_COLUMNS = {"cpu": 256, "cuda": 8192}
+
+_CALLS_OF_A_WRAPPED_ROW = 4  # Two products for the scores, two for the sum.
 
 _local = threading.local()
 
@@ -42,14 +45,20 @@ class Run:
 
     Attributes:
         rows: Range [first, last) of rows.
-        ranges: Column ranges [first, last) of the longest of them, in the columns handed to the model, oldest
-            first: one, or two for a single row that wraps.
+        ranges: Column ranges [first, last) read, in the columns handed to the model, oldest first: those of
+            the longest row; two if a single row wraps, the whole ring if one of several does.
         seen: Which of those columns each row owns; bool, shape [rows, 1, 1, columns]. None: all.
     """
 
     rows: tuple[int, int]
     ranges: tuple[tuple[int, int], ...]
     seen: torch.Tensor | None
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The run's part of a mask or bias, shape [rows or 1, heads or 1, 1, columns]."""
+        rows = tensor[slice(*self.rows)] if tensor.shape[0] > 1 else tensor
+        parts = [rows[..., -1:, first:last] for first, last in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 class RingWindow:
@@ -108,6 +117,12 @@ class RingWindow:
         parts = [store[:, first:last] for first, last in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def to_ring_order(self, by_age: torch.Tensor | None) -> torch.Tensor | None:
+        """A mask or bias over columns in order of age, as they lie in what the model is handed."""
+        if by_age is None or not self.rotated:
+            return by_age
+        return by_age.roll(self.cursor + 1, dims=-1)
+
     def note_keys(self, key: torch.Tensor) -> None:
         """Learn from the keys of an attention whether the model computes them from what the ring keeps."""
         if not self.in_order and key.untyped_storage().data_ptr() != self._storage_start:
@@ -128,27 +143,33 @@ class RingWindow:
     def _groups(self) -> list[tuple[int, int]]:
         """Split the rows into neighbours that cost less together than one by one."""
         groups: list[tuple[int, int]] = []
-        for row, length in enumerate(self.lengths):
-            if groups and self._joins(groups[-1], length):
-                groups[-1] = (groups[-1][0], row + 1)
+        for row in range(len(self.lengths)):
+            joined = (groups[-1][0], row + 1) if groups else (row, row + 1)
+            if groups and self._cost(joined) <= self._cost(groups[-1]) + self._cost((row, row + 1)):
+                groups[-1] = joined
             else:
                 groups.append((row, row + 1))
         return groups
 
-    def _joins(self, group: tuple[int, int], length: int) -> bool:
-        have = max(self.lengths[slice(*group)])
-        longest, count = max(have, length), group[1] - group[0]
-        in_one_piece = len(self.ranges(longest)) == 1
-        return in_one_piece and (count + 1) * longest <= count * have + length + _CALL_COLUMNS
+    def _cost(self, rows: tuple[int, int]) -> int:
+        """What reading rows together costs, in columns of one row."""
+        count, longest = rows[1] - rows[0], max(self.lengths[slice(*rows)])
+        call = _CALL_COLUMNS.get(self.device.type, _CALL_COLUMNS["cpu"])
+        if len(self.ranges(longest)) == 1:
+            return call + count * longest
+        return _CALLS_OF_A_WRAPPED_ROW * call + longest if count == 1 else call + count * self.capacity
 
     def _run(self, rows: tuple[int, int]) -> Run:
         lengths = self.lengths[slice(*rows)]
-        longest = max(lengths)
-        seen = None
-        if min(lengths) < longest:
-            age = torch.arange(longest - 1, -1, -1, device=self.device)
-            seen = (age[None] < torch.tensor(lengths, device=self.device)[:, None])[:, None, None]
-        return Run(rows, self.ranges(longest), seen)
+        ranges = self.ranges(max(lengths))
+        if len(lengths) > 1 and len(ranges) > 1:
+            ranges = ((0, self.capacity),)
+        if len(lengths) == 1 or (min(lengths) == max(lengths) and ranges != ((0, self.capacity),)):
+            return Run(rows, ranges, None)
+        (first, last), newest = ranges[0], self.cursor if self.rotated else self.size - 1
+        age = (newest - torch.arange(first, last, device=self.device)) % self.capacity
+        seen = age[None] < torch.tensor(lengths, device=self.device)[:, None]
+        return Run(rows, ranges, seen[:, None, None])
 
 
 @contextlib.contextmanager
@@ -170,11 +191,8 @@ def ring_mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: A
     """
     if mask_function is causal_mask_function:
         return None
-    mask: torch.Tensor | None = sdpa_mask(*args, mask_function=mask_function, **kwargs)
     window: RingWindow = _local.window
-    if mask is None or not window.rotated:
-        return mask
-    return mask.roll(window.cursor + 1, dims=-1)
+    return window.to_ring_order(sdpa_mask(*args, mask_function=mask_function, **kwargs))
 
 
 def ring_attention(  # noqa: PLR0917 - the interface's signature
@@ -205,109 +223,92 @@ def ring_attention(  # noqa: PLR0917 - the interface's signature
     """
     window: RingWindow = _local.window
     window.note_keys(key)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows, heads, _, dim = query.shape
     grouped = query.view(rows, key.shape[1], heads // key.shape[1], dim)
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
-    softcap, position_bias = kwargs.get("softcap"), kwargs.get("position_bias")
-    plain = softcap is None and sinks is None and position_bias is None
+    call = _Call(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=kwargs.get("softcap"),
+        sinks=sinks,
+        biases=[
+            bias
+            for bias in (attention_mask, window.to_ring_order(kwargs.get("position_bias")))
+            if bias is not None
+        ],
+        masked=attention_mask is not None,
+    )
     out = query.new_empty(rows, 1, heads, value.shape[-1])
     for run in window.runs:
         first, last = run.rows
-        if plain and len(run.ranges) == 1:
-            bias = _run_mask(run, attention_mask)
-            (columns,) = run.ranges
-            part = scaled_dot_product_attention(
-                grouped[first:last],
-                key[first:last, :, slice(*columns)],
-                value[first:last, :, slice(*columns)],
-                attn_mask=bias,
-                scale=scale,
-            )
-            out[first:last] = part.reshape(last - first, 1, heads, -1)
-            continue
-        for row in range(first, last):
-            ranges = window.ranges(window.lengths[row])
-            out[row, 0] = _attend_row(
-                grouped[row],
-                [key[row, :, slice(*columns)] for columns in ranges],
-                [value[row, :, slice(*columns)] for columns in ranges],
-                _row_bias(attention_mask, position_bias, row, ranges),
-                scale=scale,
-                softcap=softcap,
-                sinks=sinks,
-            )
+        keys = [key[first:last, :, slice(*columns)] for columns in run.ranges]
+        values = [value[first:last, :, slice(*columns)] for columns in run.ranges]
+        part = call.attend(run, grouped[first:last], keys, values)
+        out[first:last] = part.reshape(last - first, 1, heads, -1)
     return out, None
 
 
-def _run_mask(run: Run, attention_mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask of one run: the model's, which knows the padding too, or the rows' own ranges."""
-    if attention_mask is None:
-        return run.seen
-    rows = attention_mask[slice(*run.rows)] if attention_mask.shape[0] > 1 else attention_mask
-    return rows[..., slice(*run.ranges[0])]
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one attention call says beside its tensors.
 
-
-def _attend_row(
-    query: torch.Tensor,
-    keys: list[torch.Tensor],
-    values: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """One row over one or two ranges of columns; scores are joined, keys and values never are.
-
-    Args:
-        query: Shape [kv heads, group, dim].
-        keys: Each of shape [kv heads, n, dim].
-        values: Each of shape [kv heads, n, value dim].
-        bias: Added to the scores; float, shape [1 or heads, all n].
+    Attributes:
         scale: Factor of the scores.
         softcap: Scores are squashed to (-softcap, softcap).
         sinks: Extra score per head that takes weight and gives nothing; shape [heads].
-
-    Returns:
-        Shape [heads, value dim].
+        biases: Masks (bool, or added) and biases of the model, shape [rows or 1, heads or 1, 1, columns].
+        masked: Whether one of them is a mask: it knows which columns a row owns.
     """
-    kv_heads, group, _ = query.shape
-    scores = torch.cat([torch.bmm(query, part.transpose(1, 2)) for part in keys], dim=-1) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    columns = scores.shape[-1]
-    scores = scores.view(kv_heads * group, columns)
-    if bias is not None:
-        scores = scores + bias
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.reshape(-1, 1).to(scores.dtype)], dim=-1)
-    weights = scores.float().softmax(dim=-1).to(query.dtype)[:, :columns].view(kv_heads, group, columns)
-    out = query.new_zeros(kv_heads, group, values[0].shape[-1])
-    done = 0
-    for part in values:
-        out += torch.bmm(weights[..., done : done + part.shape[1]], part)
-        done += part.shape[1]
-    return out.view(kv_heads * group, -1)
+
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+    biases: list[torch.Tensor]
+    masked: bool
+
+    def attend(
+        self, run: Run, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Attention of a run's rows.
+
+        Args:
+            run: Which rows, over which columns.
+            query: Shape [rows, kv heads, group, dim].
+            keys: One or two parts, each of shape [rows, kv heads, n, dim].
+            values: The same, each of shape [rows, kv heads, n, value dim].
+
+        Returns:
+            Shape [rows, kv heads, group, value dim].
+        """
+        biases = [_by_group(run.take(bias), query) for bias in self.biases]
+        if run.seen is not None and not self.masked:
+            biases.append(run.seen)
+        if len(keys) == 1 and self.softcap is None and self.sinks is None and len(biases) < 2:  # noqa: PLR2004
+            bias = biases[0] if biases else None
+            return scaled_dot_product_attention(query, keys[0], values[0], attn_mask=bias, scale=self.scale)
+        scores = torch.cat([query @ part.transpose(-1, -2) for part in keys], dim=-1) * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        for bias in biases:
+            scores = scores.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else scores + bias
+        columns = scores.shape[-1]
+        if self.sinks is not None:
+            sinks = self.sinks.to(scores.dtype).view(1, query.shape[1], query.shape[2], 1)
+            scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+        weights = scores.float().softmax(dim=-1).to(query.dtype)[..., :columns]
+        out, done = None, 0
+        for part in values:
+            weighed = weights[..., done : done + part.shape[2]] @ part
+            out, done = weighed if out is None else out + weighed, done + part.shape[2]
+        if out is None:
+            raise RuntimeError("a run reads at least one range")
+        return out
 
 
-def _row_bias(
-    mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None,
-    row: int,
-    ranges: tuple[tuple[int, int], ...],
-) -> torch.Tensor | None:
-    """The additive bias of one row's columns: the mask as 0 and minus infinity, and the model's own bias."""
-    total = None
-    for source in (mask, position_bias):
-        if source is None:
-            continue
-        whole = source[row if source.shape[0] > 1 else 0, :, -1]
-        part = torch.cat([whole[:, slice(*columns)] for columns in ranges], dim=-1)
-        if part.dtype == torch.bool:
-            part = torch.zeros_like(part, dtype=torch.float32).masked_fill(~part, -torch.inf)
-        total = part if total is None else total + part
-    return total
+def _by_group(bias: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A bias per head, [rows, heads, 1, n], as one per group of heads, [rows, kv heads, group, n]."""
+    if bias.shape[1] == 1:
+        return bias
+    return bias.reshape(bias.shape[0], query.shape[1], query.shape[2], bias.shape[-1])
 
 
 AttentionInterface.register(RING_ATTENTION, ring_attention)

@@ -8,28 +8,39 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from batond.bench import families
+from batond.daemon.engine import ring_attention
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 TOLERANCE = 1e-4
-RING_FAMILIES = ["llama", "mistral", "gpt2", "gemma2", "gpt_oss"]
+RING_FAMILIES = ["llama", "mistral", "gpt2", "gemma2", "gpt_oss", "deepseek_v3", "lfm2"]
 
 
 @pytest.fixture(scope="session", params=RING_FAMILIES)
 def bench(
     request: pytest.FixtureRequest, make_family: Callable[[str], Any], make_bench: Callable[..., Any]
 ) -> Any:
-    return make_bench(make_family(request.param))
+    own = request.param in {"deepseek_v3", "lfm2"}  # Latents; convolution state in some layers.
+    return make_bench(families.make_family(request.param) if own else make_family(request.param))
 
 
 def prompt(length: int, stride: int = 7) -> list[int]:
-    return [3 + (stride * place) % 150 for place in range(length)]
+    return [3 + (stride * place) % 120 for place in range(length)]
 
 
 def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     return float((left - right).abs().max()) < TOLERANCE
 
 
+@pytest.fixture(params=[0, 256, 1 << 20], ids=["row by row", "as measured", "all at once"])
+def _grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows are read together is a matter of cost alone."""
+    monkeypatch.setitem(ring_attention._CALL_COLUMNS, "cpu", request.param)
+
+
+@pytest.mark.usefixtures("_grouping")
 def test_rows_of_any_length_equal_each_alone_over_many_wraps(bench: Any) -> None:
     """Random parks into other rows, newcomers of lengths 1 to capacity-1, every column written many times."""
     rng = random.Random(7)
@@ -39,7 +50,7 @@ def test_rows_of_any_length_equal_each_alone_over_many_wraps(bench: Any) -> None
     for row, tokens in live.items():
         ring.embed(row, bench.prefilled(tokens))
     for _ in range(90):
-        new = {row: [rng.randrange(3, 150)] for row in live}
+        new = {row: [rng.randrange(3, 120)] for row in live}
         logits = ring.step(new)
         for row, (token,) in new.items():
             live[row].append(token)
@@ -132,3 +143,26 @@ def test_misuse_is_loud(bench: Any) -> None:
         ring.extract(1)
     with pytest.raises(RuntimeError, match="no column"):
         ring.embed(1, bench.prefilled(prompt(8)))
+
+
+def test_latents_are_expanded_over_the_live_window_only(
+    make_bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLA computes keys from what the cache keeps: a wrapped ring hands it the live columns, not all."""
+    bench = make_bench(families.make_family("deepseek_v3"))
+    handed: list[int] = []
+    note = ring_attention.RingWindow.note_keys
+    monkeypatch.setattr(
+        ring_attention.RingWindow,
+        "note_keys",
+        lambda window, key: (handed.append(key.shape[2]), note(window, key)),
+    )
+    ring = bench.ring(2, 64)
+    ring.embed(0, bench.prefilled(prompt(4)))
+    ring.step({0: [5]})
+    ring.embed(1, bench.prefilled(prompt(9, 11)))  # Longer than what has passed: wraps.
+    handed.clear()
+    logits = ring.step({0: [6], 1: [7]})
+    assert set(handed) == {10}
+    assert close(logits[0], bench.alone([*prompt(4), 5, 6]))
+    assert close(logits[1], bench.alone([*prompt(9, 11), 7]))
