@@ -188,7 +188,7 @@ class Draft:
     # Prefill
 
     def _serve_prefill(self, query: QueryView, *, in_line: bool) -> None:
-        if self._chunk_tokens <= 0:
+        if not self._next_tokens(query):
             self._hold_back(query, "prefill", in_line=in_line)
             return
         rows = 0 if ends_with_prefill(query) else 1
@@ -233,9 +233,17 @@ class Draft:
         if tokens == query.to_prefill_tokens:
             self._ready[query.class_order] += 1
 
+    def _next_tokens(self, query: QueryView) -> int:
+        """Tokens of the next chunk; 0 if it has to wait."""
+        left, grid = query.to_prefill_tokens, self._view.chunk_tokens
+        if not (self._view.fixed_chunks and grid):
+            return int(min(left, self._chunk_tokens))
+        whole = min(left, grid - query.prefilled_tokens % grid)
+        return whole if whole <= self._chunk_tokens else 0
+
     def _next_chunk(self, query: QueryView) -> tuple[int, int]:
         """Tokens of the next chunk, and an upper bound of the bytes it writes."""
-        tokens = int(min(query.to_prefill_tokens, self._chunk_tokens))
+        tokens = self._next_tokens(query)
         return tokens, -(-max(0, needed_bytes(query)) * tokens // query.to_prefill_tokens)
 
     def _add_chunk(self, query: QueryView, tokens: int, nbytes: int) -> None:

@@ -38,6 +38,8 @@ class BatchView:
         host_free_bytes: Bytes free in the host pool.
         gate: See Gate.
         recompute_only: The model's KV can't be carried: every park is a recompute.
+        fixed_chunks: A prompt is always cut at the same places, multiples of `chunk_tokens` from its start,
+            whatever else is computed: a chunk that doesn't fit whole waits for the next step.
     """
 
     now_s: float
@@ -49,6 +51,7 @@ class BatchView:
     host_free_bytes: int = 0
     gate: Gate = Gate.ITERATION
     recompute_only: bool = False
+    fixed_chunks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

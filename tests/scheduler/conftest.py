@@ -176,6 +176,10 @@ def check_chunks(view: BatchView, plan: Plan, by_id: dict[str, QueryView]) -> No
         assert not query.held
         assert 1 <= chunk.tokens <= query.to_prefill_tokens
         assert chunk.last == (chunk.tokens == query.to_prefill_tokens)
+        if view.fixed_chunks and view.chunk_tokens is not None:
+            end = query.prefilled_tokens + chunk.tokens
+            assert chunk.tokens <= view.chunk_tokens
+            assert chunk.last or end % view.chunk_tokens == 0, "a chunk ends off the grid"
         written += chunk.tokens
     if view.chunk_tokens is not None:
         assert written <= view.chunk_tokens

@@ -79,6 +79,7 @@ def batch_views(draw: st.DrawFn) -> BatchView:
         host_free_bytes=draw(st.integers(0, 200)),
         gate=draw(st.sampled_from(Gate)),
         recompute_only=draw(st.booleans()),
+        fixed_chunks=draw(st.booleans()),
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
+
+import pytest
 
 from batond.policies.base import Phase
 from batond.policies.fcfs import Fcfs
@@ -38,6 +41,60 @@ def test_no_bound_computes_whole_prompts(plan: Planning, views: Views) -> None:
 
 def test_no_budget_computes_nothing(plan: Planning, views: Views) -> None:
     assert plan(2, views.waiting(), chunk_tokens=0).empty
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_all_free_rows_are_filled_in_one_step(plan: Planning, views: Views, rows: int) -> None:
+    """Short prompts that fit the budget are due together, and can share a forward."""
+    waiting = [views.waiting(prompt=16) for _ in range(8)]
+    result = plan(rows, *waiting, chunk_tokens=128, ready_limit=0)
+    assert as_tuples(result.chunks) == [(query.query_id, 16, True) for query in waiting[:rows]]
+    assert result.admit == tuple(query.query_id for query in waiting[:rows])
+
+
+def test_only_the_last_of_several_chunks_is_partial(plan: Planning, views: Views) -> None:
+    order = ["batch", "interactive", "standard", "interactive"]
+    waiting = [views.waiting(sla, prompt=40) for sla in order]
+    result = plan(8, *waiting, chunk_tokens=100)
+    assert as_tuples(result.chunks) == [
+        (waiting[1].query_id, 40, True),
+        (waiting[3].query_id, 40, True),
+        (waiting[2].query_id, 20, False),
+    ]
+
+
+def test_fixed_chunks_are_whole_or_wait(plan: Planning, views: Views) -> None:
+    """What doesn't fit leaves its tokens to others; the cuts never move."""
+    short, long, last = views.waiting(prompt=20), views.waiting(prompt=1000), views.waiting(prompt=44)
+    result = plan(4, short, long, last, chunk_tokens=64, fixed_chunks=True)
+    assert as_tuples(result.chunks) == [(short.query_id, 20, True), (last.query_id, 44, True)]
+    assert result.blocked == {long.query_id: "prefill"}
+    begun, rest = views.prefilling(prompt=1000, done=70), views.prefilling(prompt=1000, done=960)
+    result = plan(4, begun, rest, chunk_tokens=64, fixed_chunks=True)
+    assert as_tuples(result.chunks) == [(begun.query_id, 58, False)]
+    assert result.blocked == {rest.query_id: "prefill"}
+
+
+def test_fixed_chunks_without_a_bound_are_whole_prompts(plan: Planning, views: Views) -> None:
+    result = plan(2, views.waiting(prompt=5000), views.prefilling(prompt=70, done=9), fixed_chunks=True)
+    assert [chunk.tokens for chunk in result.chunks] == [5000, 61]
+
+
+def test_a_prompt_is_cut_at_the_same_places_whatever_the_load(fake_engine: type[FakeEngine]) -> None:
+    """The ground of bit-equal results: same tokens, same cuts, same kernels."""
+    dice = random.Random(3)
+    for load in (0.0, 0.3, 0.9):
+        engine = fake_engine(Priority(ageing_s=0.5), rows=3, chunk_tokens=32, fixed_chunks=True)
+        watched = engine.submit("batch", 203, 3)
+        cuts = []
+        for _ in range(2000):
+            if dice.random() < load:
+                engine.submit(dice.choice(["interactive", "standard"]), dice.randint(1, 70), 4)
+            chunks = engine.step().chunks
+            cuts += [chunk.tokens for chunk in chunks if chunk.query_id == watched]
+            if watched in engine.finished:
+                break
+        assert cuts == [32, 32, 32, 32, 32, 32, 11]
 
 
 def test_nothing_is_begun_beyond_rows_and_ready_limit(plan: Planning, views: Views) -> None:
