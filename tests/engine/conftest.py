@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,11 +26,16 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from batond.bench import families
+from batond.bench.draws import LONGEST_QUERY_TOKENS, Draws
+from batond.bench.draws import byte_tokenizer as bench_tokenizer
+from batond.bench.solo import SoloRuns
 from batond.daemon.engine import LocalEngine
 from batond.daemon.engine.build import probe_layout
 from batond.daemon.engine.model import CausalModel
 from batond.daemon.engine.padded import PaddedBatch
 from batond.daemon.engine.ring import RingBatch
+from batond.daemon.scheduler.planner import PlannerLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -261,6 +267,45 @@ def make_engine() -> Callable[..., LocalEngine]:
 def batch_kind(request: pytest.FixtureRequest) -> str:
     """Both batches that serve every model of these tests."""
     return str(request.param)
+
+
+@dataclass
+class Stand:
+    """An idle engine with a tokenizer, and what requests give alone on another one of one row."""
+
+    model: Any
+    engine: LocalEngine
+    solo: SoloRuns
+    draws: Draws
+
+
+@pytest.fixture(scope="session")
+def make_stand() -> Callable[[str, str], Stand]:
+    """The stand of a family and a kind of batch; a new one if a test that failed has left queries behind."""
+
+    def new_engine(model: Any, batch: str, **options: Any) -> LocalEngine:
+        return LocalEngine(
+            model,
+            bench_tokenizer(),
+            batch=batch,
+            max_query_tokens=LONGEST_QUERY_TOKENS,  # A small ring wraps often.
+            host_pool_bytes=1 << 22,
+            limits=PlannerLimits(quantum_tokens=1, max_parks=1000),
+            poison=True,
+            **options,
+        )
+
+    made: dict[tuple[str, str], Stand] = {}
+
+    def make(family: str, batch: str) -> Stand:
+        if (family, batch) not in made or made[family, batch].engine.queries:
+            model = families.make_family(family)
+            engine = new_engine(model, batch, rows=3, chunk_tokens=5)
+            alone = SoloRuns(new_engine(model, batch, rows=1, chunk_tokens=None))
+            made[family, batch] = Stand(model, engine, alone, Draws(engine))
+        return made[family, batch]
+
+    return make
 
 
 @pytest.fixture

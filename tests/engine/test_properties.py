@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,17 +11,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from batond.bench.draws import CLASSES, LONGEST_QUERY_TOKENS, TENANTS, Draws, byte_tokenizer
-from batond.bench.families import make_family
+from batond.bench.draws import CLASSES, TENANTS
 from batond.bench.schedules import Arrival, Move, Player, Request
-from batond.bench.solo import SoloRuns, compare
-from batond.daemon.engine import LocalEngine, SamplingParams
-from batond.daemon.scheduler.planner import PlannerLimits
+from batond.bench.solo import compare
+from batond.daemon.engine import SamplingParams
 from batond.daemon.wire.messages import QueryState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batond.daemon.engine import LocalEngine
     from batond.daemon.engine.query import Query
     from batond.offload.slice import KVSlice
+
+    MakeStand = Callable[[str, str], Any]
 
 # Full attention; a window; windows and full attention with soft caps; convolution beside attention.
 FAMILIES = ["llama", "mistral", "gemma2", "lfm2"]
@@ -44,51 +45,10 @@ few_and_many = pytest.mark.parametrize(
 )
 
 
-@dataclass
-class Stand:
-    """An idle engine, and what requests give alone on another one."""
-
-    engine: LocalEngine
-    solo: SoloRuns
-    draws: Draws
-
-
-def new_engine(family: str, batch: str, rows: int, chunk_tokens: int | None) -> LocalEngine:
-    return LocalEngine(
-        _model(family),
-        byte_tokenizer(),
-        rows=rows,
-        batch=batch,
-        chunk_tokens=chunk_tokens,
-        max_query_tokens=LONGEST_QUERY_TOKENS,
-        host_pool_bytes=1 << 22,
-        limits=PlannerLimits(quantum_tokens=1, max_parks=64),
-        poison=True,
-    )
-
-
-@functools.cache
-def _model(family: str) -> object:
-    return make_family(family)
-
-
-@functools.cache
-def stand(family: str, batch: str) -> Stand:
-    engine = new_engine(family, batch, rows=3, chunk_tokens=5)
-    return Stand(engine, SoloRuns(new_engine(family, batch, rows=1, chunk_tokens=None)), Draws(engine))
-
-
-def fresh(family: str, batch: str) -> Stand:
-    """The stand, made anew if an example that failed has left something behind."""
-    if stand(family, batch).engine.queries:
-        stand.cache_clear()
-    return stand(family, batch)
-
-
 class AnyOrder(RuleBasedStateMachine):
     """Moves in any order; at the end everybody has what they get alone."""
 
-    def __init__(self, on: Stand) -> None:
+    def __init__(self, on: Any) -> None:
         super().__init__()
         self.on, self.player = on, Player(on.engine)
         self.requests: list[Request] = []
@@ -134,9 +94,11 @@ class AnyOrder(RuleBasedStateMachine):
 
 @few_and_many
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_order_of_moves_equals_solo(family: str, batch_kind: str, size: settings) -> None:
+def test_any_order_of_moves_equals_solo(
+    make_stand: MakeStand, family: str, batch_kind: str, size: settings
+) -> None:
     """R1, R2, R3, R7, R10, Q3, Q4: tokens, text, log-probabilities, finish reasons, counts, streams."""
-    run_state_machine_as_test(lambda: AnyOrder(fresh(family, batch_kind)), settings=size)
+    run_state_machine_as_test(lambda: AnyOrder(make_stand(family, batch_kind)), settings=size)
 
 
 def _copy_of(query: Query, engine: LocalEngine) -> KVSlice:
@@ -150,7 +112,9 @@ def _copy_of(query: Query, engine: LocalEngine) -> KVSlice:
 
 @few_and_many
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_park_brings_back_every_byte(family: str, batch_kind: str, size: settings) -> None:
+def test_a_park_brings_back_every_byte(
+    make_stand: MakeStand, family: str, batch_kind: str, size: settings
+) -> None:
     """R4: extract, park, load, embed, extract: equal bytes, at every stage of a query, in another row."""
 
     @size
@@ -162,7 +126,7 @@ def test_a_park_brings_back_every_byte(family: str, batch_kind: str, size: setti
         noise=st.integers(0, 99),
     )
     def check(length: int, before: int, between: int, mates: int, noise: int) -> None:
-        engine = fresh(family, batch_kind).engine
+        engine = make_stand(family, batch_kind).engine
         engine.on_event = None
         rng = random.Random(noise)
         sampling = SamplingParams(max_tokens=12, ignore_eos=True)
