@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from batond.clients import convert
 from batond.clients.errors import ServerError
-from batond.clients.model import Chunk, Event, Finished, Queued, Started
+from batond.clients.model import Chunk, Event, Finished, FinishReason, Queued, Started
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +50,7 @@ class StreamCursor:
         self.finished = False
         self.started = False
         self._flushed_at: dict[int, int] = {}
+        self._ended: set[int] = set()
         self._queued: Queued | None = None
         self._has_run = False
 
@@ -90,14 +91,18 @@ class StreamCursor:
             raise ServerError(
                 f"the stream skipped {gap} tokens after index {next_index}", reason="STREAM_GAP"
             )
+        ends = chunk.finish_reason is not FinishReason.UNKNOWN
         if not chunk.token_ids:
-            if gap < 0 or self._flushed_at.get(chunk.choice) == next_index:
+            seen = chunk.choice in self._ended if ends else self._flushed_at.get(chunk.choice) == next_index
+            if gap < 0 or seen:
                 return None
             self._flushed_at[chunk.choice] = next_index
+            self._ended |= {chunk.choice} if ends else set()
             return chunk
         known = -gap
         if known >= len(chunk.token_ids):
             return None
+        self._ended |= {chunk.choice} if ends else set()
         self.next_token_indexes[chunk.choice] = chunk.first_token_index + len(chunk.token_ids)
         if not known:
             return chunk

@@ -21,6 +21,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from batond.daemon.engine.params import MAX_N
 from batond.policies.classes import DEFAULT_CLASSES, SlaClass, SlaClasses
 
 ENV_PREFIX: Final = "BATOND_"
@@ -173,6 +174,8 @@ class ModelSettings(_Section):
         dtype: A torch dtype's name; `auto` is the weights' own on a GPU, float32 on a CPU.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         default_max_tokens: Output limit of a request that names none.
+        max_choices: Most choices (`n`) of one job.
+        max_choice_tokens: Most tokens that all choices of a job of several may emit: `n` * `max_tokens`.
     """
 
     model_config = ConfigDict(protected_namespaces=())
@@ -182,6 +185,8 @@ class ModelSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     default_max_tokens: int = Field(default=256, ge=1)
+    max_choices: int = Field(default=16, ge=1, le=MAX_N)
+    max_choice_tokens: int = Field(default=1 << 16, ge=1)
 
     @property
     def served_name(self) -> str:

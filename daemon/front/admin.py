@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.calls import Calls
     from batond.daemon.front.dispatcher import Dispatcher
     from batond.daemon.front.identity import Tenant
+    from batond.daemon.front.requests import Limits
     from batond.daemon.front.state import DaemonState
     from batond.daemon.queue import JobStore
     from batond.policies.classes import SlaClasses
@@ -37,6 +38,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         dispatcher: The jobs it runs.
         store: The queue.
         classes: SLA classes.
+        limits: What requests are held to.
         max_message_bytes: Largest request.
     """
 
@@ -48,10 +50,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         dispatcher: Dispatcher,
         store: JobStore,
         classes: SlaClasses,
+        limits: Limits,
         max_message_bytes: int,
     ) -> None:
         self._calls, self._state, self._dispatcher, self._store = calls, state, dispatcher, store
-        self._classes, self._max_message_bytes = classes, max_message_bytes
+        self._classes, self._limits, self._max_message_bytes = classes, limits, max_message_bytes
         self._started_unix_s = time.time()
         self._started_s = time.monotonic()
         self._versions = {name: _version(name) for name in LIBRARIES} | {"python": platform.python_version()}
@@ -157,6 +160,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             host_pool_bytes=ready.host_pool_bytes,
             max_message_bytes=self._max_message_bytes,
             tenant=tenant.name,
+            max_choices=self._limits.max_choices,
+            max_choice_tokens=self._limits.max_choice_tokens,
         )
         for one in self._classes:
             info.sla_classes.add(name=one.name, order=one.order, preemptible=one.preemptible)

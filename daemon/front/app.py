@@ -174,6 +174,8 @@ class _Front:
             vocab_size=ready.vocab_size,
             default_max_tokens=settings.model.default_max_tokens,
             prompt_logprobs=settings.engine.prefill == "decoupled",
+            max_choices=settings.model.max_choices,
+            max_choice_tokens=settings.model.max_choice_tokens,
         )
         calls = Calls(identities, self._metrics)
         self._jobs = JobServicer(
@@ -193,6 +195,7 @@ class _Front:
             dispatcher=self._dispatcher,
             store=store,
             classes=classes,
+            limits=limits,
             max_message_bytes=settings.server.max_message_bytes,
         )
         listener.dispatcher = self._dispatcher

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from batond.daemon.front.follow import InLine
-from batond.daemon.front.held import job_of
+from batond.daemon.front.held import choice_of, job_of
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.front.status import code_of_reason
 from batond.daemon.queue import Chunk, JobState
@@ -82,7 +82,7 @@ def job(
 
     Args:
         record: Its record.
-        chunks: Its output, if it shall be included.
+        chunks: Its output, if it shall be included, that of each choice in order.
         position: How many jobs are before it in the queue, if it waits and that is known.
         spec: What it runs; without it, labels and the class that was asked for are left out.
     """
@@ -99,8 +99,8 @@ def job(
         recomputed_tokens=record.recomputed_tokens,
         prompt_tokens=record.prompt_tokens,
         cached_prompt_tokens=record.cached_prompt_tokens,
-        output_tokens=record.output_tokens,
-        finish_reason=_FINISH_REASONS.get(record.finish_reason, types_pb2.FINISH_REASON_UNSPECIFIED),
+        output_tokens=record.total_output_tokens,
+        finish_reason=_finish_reason(record.finish_reason),
         attempts=record.epoch,
         labels=spec.labels if spec else None,
     )
@@ -109,18 +109,37 @@ def job(
         shown.started_time.CopyFrom(timestamp(record.started_ms))
     if record.finished_ms:
         shown.finished_time.CopyFrom(timestamp(record.finished_ms))
-    for chunk in chunks:
-        shown.output_token_ids.extend(chunk.token_ids)
-        shown.logprobs.extend(token_logprobs(chunk.token_ids, chunk.logprobs))
-        if spec is not None:
-            shown.prompt_logprobs.extend(token_logprobs(spec.prompt_token_ids, chunk.prompt_logprobs))
-    shown.text = "".join(chunk.text for chunk in chunks)
+    if chunks:
+        _add_output(shown, chunks, choices=record.choices, prompt=spec.prompt_token_ids if spec else ())
     if shown.state == types_pb2.JOB_STATE_FAILED:
         shown.finish_reason = types_pb2.FINISH_REASON_ERROR
         shown.error.code = code_of_reason(record.error_reason)
         shown.error.reason = record.error_reason
         shown.error.message = record.error_message
     return shown
+
+
+def _add_output(
+    shown: types_pb2.Job, chunks: Sequence[Chunk], *, choices: int, prompt: Sequence[int]
+) -> None:
+    """Put in what the choices emitted: the first's at the top, and each by itself if there are several."""
+    outputs = [types_pb2.Choice(index=index) for index in range(choices)]
+    for chunk in chunks:
+        output = outputs[chunk.choice]
+        output.token_ids.extend(chunk.token_ids)
+        output.logprobs.extend(token_logprobs(chunk.token_ids, chunk.logprobs))
+        output.text += chunk.text
+        output.finish_reason = _finish_reason(chunk.finish_reason)
+        shown.prompt_logprobs.extend(token_logprobs(prompt, chunk.prompt_logprobs))
+    shown.output_token_ids.extend(outputs[0].token_ids)
+    shown.logprobs.extend(outputs[0].logprobs)
+    shown.text = outputs[0].text
+    if choices > 1:
+        shown.choices.extend(outputs)
+
+
+def _finish_reason(reason: str) -> types_pb2.FinishReason:
+    return _FINISH_REASONS.get(reason, types_pb2.FINISH_REASON_UNSPECIFIED)
 
 
 def token_logprobs(
@@ -164,7 +183,8 @@ def stream_event(
         case Chunk():
             shown.chunk.first_token_index = event.first_index
             shown.chunk.token_ids.extend(event.token_ids)
-            shown.chunk.text = event.text
+            shown.chunk.text, shown.chunk.choice = event.text, event.choice
+            shown.chunk.finish_reason = _finish_reason(event.finish_reason)
             shown.chunk.logprobs.extend(token_logprobs(event.token_ids, event.logprobs))
             shown.chunk.prompt_logprobs.extend(token_logprobs(prompt_token_ids, event.prompt_logprobs))
         case InLine():
@@ -175,8 +195,10 @@ def stream_event(
             shown.started.SetInParent()
         case LostRow():
             shown.preempted.reason, shown.preempted.kept = event.cause, event.kept
+            shown.preempted.choice = event.choice
         case CameBack():
             shown.resumed.SetInParent()
+            shown.resumed.choice = event.choice
         case _:
             shown.finished.job.CopyFrom(ended or job(event.record))
     return shown
@@ -201,20 +223,23 @@ def snapshot(shot: Snapshot, queued_jobs: int) -> admin_pb2.BatchSnapshot:
     for row in shot.rows:
         entry = batch.rows.add(row=row.row)
         if row.query_id:
-            entry.job_id = job_of(row.query_id)[1]
+            entry.job_id, entry.choice = job_of(row.query_id)[1], choice_of(row.query_id)
             entry.tenant, entry.sla_class = row.tenant, row.sla_class
             entry.cached_tokens, entry.output_tokens = row.tokens, row.output_tokens
+            entry.max_tokens = row.max_tokens
     for query in shot.queries:
         if query.state not in _QUERY_STATES:
             continue  # It has just ended.
         batch.queries.add(
             job_id=job_of(query.query_id)[1],
+            choice=choice_of(query.query_id),
             tenant=query.tenant,
             sla_class=query.sla_class,
             state=_QUERY_STATES[query.state],
             prompt_tokens=query.prompt_tokens,
             prefilled_tokens=query.prefilled_tokens,
             output_tokens=query.output_tokens,
+            max_tokens=query.max_tokens,
             parks=query.parks,
             parked_bytes=query.parked_bytes,
             held=query.held,

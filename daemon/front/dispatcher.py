@@ -117,23 +117,21 @@ class Dispatcher:
         """End a job that this daemon holds, as somebody asked."""
         held = self._held.get(job_ref(tenant, job_id))
         if held is not None:
-            self._tell(Cancel(query_id=held.query_id))
+            self._tell_all(Cancel, held)
 
     async def park(self, tenant: str, job_id: str) -> None:
-        """Park a job by hand.
+        """Park a job by hand, with all its choices that can be parked.
 
         Raises:
             NotFoundError: The job is not in this daemon's engine.
             StateError: It can't be parked now.
             UnavailableError: There is no engine now.
         """
-        held = self._running(tenant, job_id)
-        await self._ask(Park(query_id=held.query_id, request_id=next(self._requests)))
+        await self._ask_all(Park, self._running(tenant, job_id))
 
     async def resume(self, tenant: str, job_id: str) -> None:
         """Let a job parked by hand compete again; raises as `park`."""
-        held = self._running(tenant, job_id)
-        await self._ask(Resume(query_id=held.query_id, request_id=next(self._requests)))
+        await self._ask_all(Resume, self._running(tenant, job_id))
 
     def lost(self, tenant: str, job_id: str, epoch: int) -> None:
         """A lease ran out: somebody else may have the job, and our writes are refused."""
@@ -170,7 +168,7 @@ class Dispatcher:
         leaving = [held for held in self._held.values() if not held.ended]
         for held in leaving:
             held.ended = True
-            self._tell(HandBack(query_id=held.query_id))
+            self._tell_all(HandBack, held)
         try:
             async with asyncio.timeout(SAVE_TIMEOUT_S):
                 await self._unsaved.join()
@@ -200,11 +198,16 @@ class Dispatcher:
         return bool(claimed)
 
     def _room(self) -> dict[str, int]:
-        """Jobs to claim per class: an urgent job is claimed although all rows are taken."""
+        """Jobs to claim per class: an urgent job is claimed although all rows are taken.
+
+        A job of several choices counts as so many, but is claimed where there is room for one.
+        """
         ready = self._link.ready
         if ready is None or self.draining:
             return {}
-        held = Counter(job.claimed.record.sla_class for job in self._held.values())
+        held: Counter[str] = Counter()
+        for job in self._held.values():
+            held[job.claimed.record.sla_class] += max(1, len(job.open_choices))
         most = ready.rows + self._claim_ahead
         return {name: most - held[name] for name in self._classes.names if held[name] < most}
 
@@ -215,8 +218,9 @@ class Dispatcher:
             return  # The answer to an earlier claim had been lost, or so Redis thought.
         if before is not None:
             self._abandon(before)
-        live = self._hub.open(record.tenant, record.job_id, base_index=len(job.token_ids))
-        held = HeldJob(job, live, time.monotonic(), list(job.token_ids), had_row=record.started_ms > 0)
+        base_indexes = tuple(len(choice.token_ids) for choice in job.choices)
+        live = self._hub.open(record.tenant, record.job_id, base_indexes=base_indexes)
+        held = HeldJob(job, live, time.monotonic())
         self._held[held.ref] = held
         self._empty.clear()
         self._keeper.hold(record.tenant, record.job_id, record.epoch)
@@ -227,9 +231,10 @@ class Dispatcher:
     def _submit(self, held: HeldJob) -> None:
         record = held.claimed.record
         waited_s = record.waited_ms / 1000 + time.monotonic() - held.claimed_s
-        self._tell(held.submit(waited_s))
+        for command in held.submits(waited_s):
+            self._tell(command)
         if record.cancel_requested:
-            self._tell(Cancel(query_id=held.query_id))
+            self._tell_all(Cancel, held)
 
     async def _commit_forever(self) -> None:
         while True:
@@ -280,6 +285,7 @@ class Dispatcher:
         """Show watchers what is durable now; let go of a job that ended."""
         step.held.live.publish(step.events)
         if step.usage is not None:
+            self._tell_all(HandBack, step.held)  # Choices that go on although the job has failed.
             self._count_end(step)
             self._let_go(step.held)
 
@@ -288,14 +294,14 @@ class Dispatcher:
         _log.warning("commit_refused", tenant=held.tenant, job_id=held.job_id, why=why.value)
         self._metrics.commits_refused.inc()
         if why in {Why.GAP, Why.OVERLAP}:
-            self._tell(HandBack(query_id=held.query_id))
+            self._tell_all(HandBack, held)
             await self._hand_back(held)  # It goes on from what Redis has.
         else:
             self._abandon(held)
 
     def _abandon(self, held: HeldJob) -> None:
         """Stop a job that is not ours any more."""
-        self._tell(HandBack(query_id=held.query_id))
+        self._tell_all(HandBack, held)
         self._let_go(held)
 
     def _let_go(self, held: HeldJob) -> None:
@@ -360,21 +366,17 @@ class Dispatcher:
             self.snapshot = self._metrics.engine.snapshot = step.snapshot
             news, self._snapshot_news = self._snapshot_news, asyncio.Event()
             news.set()
-        by_query: dict[str, list[QueryEvent]] = defaultdict(list)
+        by_job: defaultdict[str, list[QueryEvent]] = defaultdict(list)
         for event in step.events:
             if isinstance(event, CommandResult):
                 self._answer(event)
                 continue
             if isinstance(event, Preempted):
                 self._metrics.preemptions.labels(event.cause, "kept" if event.kept else "dropped").inc()
-            by_query[event.query_id].append(event)
-        steps = [
-            held.digest(events)
-            for query_id, events in by_query.items()
-            if (held := self._held.get(ref_of(query_id))) is not None
-            and held.query_id == query_id
-            and not held.ended
-        ]
+            held = self._held.get(ref_of(event.query_id))
+            if held is not None and not held.ended and event.query_id in held.query_ids:
+                by_job[held.ref].append(event)
+        steps = [self._held[ref].digest(events) for ref, events in by_job.items()]
         if steps:
             await self._unsaved.put(steps)
 
@@ -389,7 +391,9 @@ class Dispatcher:
             if held.active:  # One that only waited is not suspected.
                 held.engine_deaths += 1
                 held.active = False
-                held.live.publish([LostRow("engine_restart", kept=False)])
+                held.live.publish(
+                    [LostRow("engine_restart", kept=False, choice=index) for index in held.open_choices]
+                )
 
     # -- small pieces ---------------------------------------------------------------------------------
 
@@ -405,6 +409,17 @@ class Dispatcher:
         if held is None:
             raise NotFoundError("the job is not in this daemon's engine", reason="NOT_RUNNING_HERE")
         return held
+
+    async def _ask_all(self, kind: type[Park | Resume], held: HeldJob) -> None:
+        """Ask something of each query of a job; it is refused if all refuse."""
+        refusals = []
+        for query_id in held.query_ids:
+            try:
+                await self._ask(kind(query_id=query_id, request_id=next(self._requests)))
+            except StateError as error:
+                refusals.append(error)
+        if refusals and len(refusals) >= len(held.query_ids):
+            raise refusals[0]
 
     async def _ask(self, command: Park | Resume) -> None:
         future = asyncio.get_running_loop().create_future()
@@ -432,6 +447,10 @@ class Dispatcher:
         except UnavailableError:
             return
 
+    def _tell_all(self, kind: type[Cancel | HandBack], held: HeldJob) -> None:
+        for query_id in held.query_ids:
+            self._tell(kind(query_id=query_id))
+
     def _count_end(self, step: JobStep) -> None:
         record, usage = step.held.claimed.record, step.usage
         if usage is None or step.commit.state is None:
@@ -440,7 +459,11 @@ class Dispatcher:
         self._metrics.jobs_ended.labels(tenant, record.sla_class, step.commit.state.value).inc()
         self._metrics.tokens.labels(tenant, "prompt").inc(usage.prompt_tokens)
         self._metrics.tokens.labels(tenant, "output").inc(usage.output_tokens)
-        if usage.output_tokens and not step.held.claimed.token_ids and not step.held.engine_deaths:
+        if (
+            usage.output_tokens
+            and not step.held.claimed.record.total_output_tokens
+            and not step.held.engine_deaths
+        ):
             # Elsewhere its first token came before this engine knew it.
             self._metrics.first_token.labels(record.sla_class).observe(usage.waited_s)
 

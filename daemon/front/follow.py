@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
+
 from batond.daemon.errors import UnavailableError
 from batond.daemon.queue import Chunk, JobState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from batond.daemon.front.hub import Hub, LiveEvent, LiveJob
     from batond.daemon.queue import JobRecord, JobStore
@@ -51,28 +53,35 @@ class Follower:
         self._stopping = stopping
 
     async def follow(
-        self, tenant: str, job_id: str, from_index: int, *, announce: bool = False
+        self,
+        tenant: str,
+        job_id: str,
+        from_index: int,
+        *,
+        choice_indexes: Mapping[int, int] | None = None,
+        announce: bool = False,
     ) -> AsyncIterator[FollowEvent]:
         """Yield what happens to a job, each token once.
 
         Args:
             tenant: Whose.
             job_id: Which.
-            from_index: First output token wanted.
+            from_index: First output token wanted of each choice.
+            choice_indexes: First output token wanted of single choices.
             announce: Begin with the job's place in line even if it does not wait: it was accepted.
 
         Raises:
             NotFoundError: There is no such job of this tenant.
             UnavailableError: The daemon stops before the job ends; follow it again, perhaps elsewhere.
         """
-        cursor = _Cursor(from_index)
+        cursor = _Cursor(from_index, choice_indexes)
         if announce:
             record = await self._store.get(tenant, job_id)
             cursor.said_position = await self._position(record)
             yield InLine(record, cursor.said_position)
         while True:
             live = self._hub.get(tenant, job_id)
-            if live is None or cursor.next_index < live.base_index:
+            if live is None or cursor.misses(live.base_indexes):
                 async for past in self._past(tenant, job_id, cursor):
                     yield past
                     if isinstance(past, Ended):
@@ -82,9 +91,9 @@ class Follower:
                     yield event
             elif self._stopping():
                 raise UnavailableError(
-                    f"this daemon stops; watch the job again from token {cursor.next_index}",
+                    f"this daemon stops; watch the job again from token {cursor.next_index(0)}",
                     reason="STOPPING",
-                    next_token_index=cursor.next_index,
+                    next_token_index=cursor.next_index(0),
                 )
             else:
                 await self._hub.wait_for(tenant, job_id, POLL_S)
@@ -92,9 +101,11 @@ class Follower:
     async def _past(self, tenant: str, job_id: str, cursor: _Cursor) -> AsyncIterator[FollowEvent]:
         # The record comes first: if it is final, all output is there to be read.
         record = await self._store.get(tenant, job_id)
-        for chunk in await self._store.read_chunks(tenant, job_id, cursor.next_index):
-            if (wanted := cursor.take(chunk)) is not None:
-                yield wanted
+        for choice in range(record.choices):
+            past = await self._store.read_chunks(tenant, job_id, cursor.next_index(choice), choice=choice)
+            for chunk in past:
+                if (wanted := cursor.take(chunk)) is not None:
+                    yield wanted
         if record.state.final:
             yield Ended(record)
             return
@@ -123,33 +134,58 @@ class Follower:
         return await self._store.queue_position(record.tenant, record.job_id)
 
 
+@dataclass(slots=True)
+class _Place:
+    """How far a watcher has seen one choice."""
+
+    next_index: int
+    flushed: bool = False
+    ended: bool = False
+
+
 class _Cursor:
     """What a watcher has seen: the next token it has not, and its place in line as it was told last."""
 
-    def __init__(self, next_index: int) -> None:
-        self.next_index = next_index
+    def __init__(self, from_index: int, choice_indexes: Mapping[int, int] | None = None) -> None:
+        self._from_index = from_index
+        self._places = {choice: _Place(index) for choice, index in (choice_indexes or {}).items()}
         self.said_position: int | None = None
-        self._flushed = False
+
+    def next_index(self, choice: int) -> int:
+        """The first token of a choice that was not seen."""
+        return self._place(choice).next_index
+
+    def misses(self, base_indexes: Sequence[int]) -> bool:
+        """Whether tokens before these, by choice, are still to be seen."""
+        return any(self.next_index(choice) < base for choice, base in enumerate(base_indexes))
 
     def take(self, chunk: Chunk) -> Chunk | None:
         """Return what is new in a chunk and move on; None if it is nothing.
 
         Text can't be cut at a token: the text of a chunk that is known in part comes whole.
         """
-        end = chunk.first_index + len(chunk.token_ids)
+        place = self._place(chunk.choice)
         if not chunk.token_ids:
-            new = chunk.first_index == self.next_index and not self._flushed
-            self._flushed = self._flushed or new
-            return chunk if new else None
-        if end <= self.next_index:
-            return None
-        known = max(0, self.next_index - chunk.first_index)
-        self.next_index, self._flushed = end, False
-        if not known:
+            # Text is flushed once an index, and a choice ends once.
+            known = place.ended if chunk.finish_reason else place.flushed
+            if chunk.first_index != place.next_index or known:
+                return None
+            place.flushed, place.ended = True, chunk.finish_reason != ""
             return chunk
-        return Chunk(
-            first_index=chunk.first_index + known,
-            token_ids=chunk.token_ids[known:],
-            text=chunk.text,
-            logprobs=None if chunk.logprobs is None else chunk.logprobs[known:],
+        known_tokens = max(0, place.next_index - chunk.first_index)
+        if known_tokens >= len(chunk.token_ids):
+            return None
+        place.next_index = chunk.first_index + len(chunk.token_ids)
+        place.flushed, place.ended = False, chunk.finish_reason != ""
+        if not known_tokens:
+            return chunk
+        return msgspec.structs.replace(
+            chunk,
+            first_index=chunk.first_index + known_tokens,
+            token_ids=chunk.token_ids[known_tokens:],
+            logprobs=None if chunk.logprobs is None else chunk.logprobs[known_tokens:],
+            prompt_logprobs=None,
         )
+
+    def _place(self, choice: int) -> _Place:
+        return self._places.setdefault(choice, _Place(self._from_index))

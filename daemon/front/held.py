@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from batond.daemon.engine.params import split_sequences
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.queue import Chunk, JobState, StepCommit
 from batond.daemon.queue.keys import job_ref, split_ref
 from batond.daemon.wire.messages import (
+    CommandResult,
     Finished,
     FinishReason,
     Preempted,
@@ -23,6 +25,8 @@ from batond.daemon.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from batond.daemon.front.hub import LiveEvent, LiveJob
     from batond.daemon.queue import ClaimedJob
     from batond.daemon.wire.messages import QueryEvent, TokenLogprobs
@@ -38,6 +42,30 @@ def job_of(query_id: str) -> tuple[str, str]:
     return split_ref(ref_of(query_id))
 
 
+def choice_of(query_id: str) -> int:
+    """Which of its job's choices a query is."""
+    return int(query_id.rpartition("@")[2].partition("#")[2] or 0)
+
+
+@dataclass(slots=True)
+class HeldChoice:
+    """One choice of a held job; a query of its own in the engine.
+
+    Attributes:
+        token_ids: Every token known: committed before the claim, or received from the engine since.
+        had_row: It had a row before, under this claim or an earlier one.
+        parked: It lost its row and is not back.
+        finish_reason: Why it ended; empty while it goes on.
+        usage: What it cost under this claim, once it has ended.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    had_row: bool = False
+    parked: bool = False
+    finish_reason: str = ""
+    usage: Usage | None = None
+
+
 @dataclass(slots=True)
 class HeldJob:
     """A claimed job.
@@ -46,10 +74,9 @@ class HeldJob:
         claimed: As it was claimed.
         live: Its events, for watchers.
         claimed_s: When, monotonic.
-        token_ids: Every token known: committed before the claim, or received from the engine since.
+        choices: Its generations; most jobs have one.
         parks: Parks under this claim.
         active: It was seen running in the present engine.
-        had_row: It had a row before, under this claim or an earlier one.
         engine_deaths: Engines that died while it ran in them.
         ended: Its end was received; nothing more is sent to the engine for it.
     """
@@ -57,12 +84,19 @@ class HeldJob:
     claimed: ClaimedJob
     live: LiveJob
     claimed_s: float
-    token_ids: list[int] = field(default_factory=list)
+    choices: list[HeldChoice] = field(init=False)
     parks: int = 0
     active: bool = False
-    had_row: bool = False
     engine_deaths: int = 0
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        """Go on from what earlier claims committed."""
+        had_row = self.claimed.record.started_ms > 0
+        self.choices = [
+            HeldChoice(list(one.token_ids), had_row=had_row, finish_reason=one.finish_reason)
+            for one in self.claimed.choices
+        ]
 
     @property
     def tenant(self) -> str:
@@ -80,43 +114,65 @@ class HeldJob:
         return job_ref(self.tenant, self.job_id)
 
     @property
-    def query_id(self) -> str:
-        """Its name in the engine. The epoch keeps a former claim's late tokens out of this one."""
-        return f"{self.ref}@{self.claimed.record.epoch}"
+    def open_choices(self) -> list[int]:
+        """The choices that go on."""
+        return [index for index, choice in enumerate(self.choices) if not choice.finish_reason]
 
-    def submit(self, waited_s: float) -> Submit:
-        """The command that starts it, or lets it go on after the tokens it has."""
+    @property
+    def query_ids(self) -> list[str]:
+        """Names in the engine of the choices that go on."""
+        return [self.query_id(index) for index in self.open_choices]
+
+    def query_id(self, choice: int = 0) -> str:
+        """A choice's name in the engine. The epoch keeps a former claim's late tokens out of this one."""
+        name = f"{self.ref}@{self.claimed.record.epoch}"
+        return f"{name}#{choice}" if choice else name
+
+    def submits(self, waited_s: float) -> list[Submit]:
+        """The commands that start its choices, or let them go on after the tokens they have."""
         spec = self.claimed.spec
-        sampling = spec.sampling
-        if self.token_ids and sampling.prompt_logprobs is not None:
-            # They came with the first token: an engine that goes on after it must not send them again.
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-        return Submit(
-            query_id=self.query_id,
-            tenant=self.tenant,
-            sla_class=self.claimed.record.sla_class,
-            prompt_token_ids=spec.prompt_token_ids,
-            sampling=sampling,
-            seed=spec.seed,
-            waited_s=waited_s,
-            emitted_token_ids=list(self.token_ids),
-            session_id=spec.session_id,
+        parts = split_sequences(spec.sampling, spec.seed)
+        commands = []
+        for index in self.open_choices:
+            sampling, seed = parts[index]
+            token_ids = self.choices[index].token_ids
+            if token_ids and sampling.prompt_logprobs is not None:
+                # They came with the first token: an engine that goes on after it must not send them again.
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+            commands.append(
+                Submit(
+                    query_id=self.query_id(index),
+                    tenant=self.tenant,
+                    sla_class=self.claimed.record.sla_class,
+                    prompt_token_ids=spec.prompt_token_ids,
+                    sampling=sampling,
+                    seed=seed,
+                    waited_s=waited_s,
+                    emitted_token_ids=list(token_ids),
+                    session_id=spec.session_id,
+                )
+            )
+        return commands
+
+    def usage(self) -> Usage:
+        """What it cost under this claim, all choices together; the prompt counts once."""
+        known = [choice.usage for choice in self.choices if choice.usage is not None]
+        return Usage(
+            prompt_tokens=len(self.claimed.spec.prompt_token_ids),
+            output_tokens=sum(len(choice.token_ids) for choice in self.choices),
+            parks=self.parks,
+            recomputed_tokens=sum(one.recomputed_tokens for one in known),
+            waited_s=min((one.waited_s for one in known), default=0.0),
+            parked_s=sum(one.parked_s for one in known),
+            cached_prompt_tokens=max((one.cached_prompt_tokens for one in known), default=0),
         )
 
     def fail(self, message: str) -> JobStep:
         """End it without the engine's word."""
-        usage = Usage(
-            prompt_tokens=len(self.claimed.spec.prompt_token_ids),
-            output_tokens=len(self.token_ids),
-            parks=self.parks,
-            recomputed_tokens=0,
-            waited_s=0.0,
-            parked_s=0.0,
-        )
-        failed = QueryFailed(query_id=self.query_id, reason="INTERNAL", message=message, usage=usage)
+        failed = QueryFailed(query_id=self.query_id(), reason="INTERNAL", message=message, usage=self.usage())
         return self.digest([failed])
 
-    def digest(self, events: list[QueryEvent]) -> JobStep:
+    def digest(self, events: Sequence[QueryEvent]) -> JobStep:
         """Turn one step's events of this job into a commit and what watchers see after it."""
         step = _StepBuilder(self)
         for event in events:
@@ -141,80 +197,124 @@ class JobStep:
     usage: Usage | None
 
 
+@dataclass(slots=True)
+class _Output:
+    """What one choice put out in a step."""
+
+    first_index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str = ""
+
+    def chunk(self, choice: int) -> Chunk | None:
+        """For Redis and watchers; None if there is nothing in it."""
+        if not (self.token_ids or self.text or self.finish_reason):
+            return None
+        return Chunk(
+            first_index=self.first_index,
+            token_ids=self.token_ids,
+            text=self.text,
+            choice=choice,
+            logprobs=self.logprobs or None,
+            prompt_logprobs=self.prompt_logprobs,
+            finish_reason=self.finish_reason,
+        )
+
+
 class _StepBuilder:
     def __init__(self, held: HeldJob) -> None:
         self._held = held
         self._events: list[LiveEvent] = []
-        self._tokens: list[int] = []
-        self._text = ""
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
-        self._first_index = len(held.token_ids)
-        self._state: JobState | None = None
-        self._usage: Usage | None = None
-        self._finish_reason = ""
+        self._outputs: dict[int, _Output] = {}
+        self._moved = False
         self._error = ("", "")
 
     def add(self, event: QueryEvent) -> None:
+        if isinstance(event, CommandResult):
+            return
+        index = choice_of(event.query_id)
+        choice = self._held.choices[index]
         match event:
             case Tokens():
-                self._held.active = True
-                self._tokens += event.token_ids
-                self._text += event.text
-                self._logprobs += event.logprobs or ()
-                self._prompt_logprobs = self._prompt_logprobs or event.prompt_logprobs
-                self._state = self._state or JobState.RUNNING
+                self._held.active = self._moved = True
+                self._take(index, event)
             case Started():
-                # A new engine starts it anew; for its watchers it comes back.
-                self._events.append(CameBack() if self._held.had_row else GotRow())
-                self._held.active = self._held.had_row = True
-                self._state = JobState.RUNNING
+                self._start(index)
             case Preempted():
                 self._held.parks += 1
-                self._events.append(LostRow(event.cause, event.kept))
-                self._state = JobState.PARKED
+                choice.parked = self._moved = True
+                self._events.append(LostRow(event.cause, event.kept, index))
             case Resumed():
-                self._events.append(CameBack())
-                self._state = JobState.RUNNING
+                choice.parked, self._moved = False, True
+                self._events.append(CameBack(index))
             case Finished():
-                cancelled = event.finish_reason is FinishReason.CANCELLED
-                self._state = JobState.CANCELLED if cancelled else JobState.SUCCEEDED
-                self._usage, self._finish_reason = event.usage, event.finish_reason.value
+                choice.finish_reason, choice.usage = event.finish_reason.value, event.usage
+                if len(self._held.choices) > 1:
+                    # Of one choice alone the record tells the end.
+                    self._output(index).finish_reason = choice.finish_reason
             case QueryFailed():
-                self._state, self._usage = JobState.FAILED, event.usage
+                choice.finish_reason, choice.usage = FinishReason.ERROR.value, event.usage
                 self._error = (event.reason, event.message)
 
     def finish(self) -> JobStep:
         held = self._held
-        held.token_ids += self._tokens
-        chunk = None
-        if self._tokens or self._text:
-            chunk = Chunk(
-                first_index=self._first_index,
-                token_ids=self._tokens,
-                text=self._text,
-                logprobs=self._logprobs or None,
-                prompt_logprobs=self._prompt_logprobs,
-            )
-            self._events.append(chunk)
-        record, recomputed, cached = held.claimed.record, -1, -1
-        if self._usage is not None:
-            held.ended = True
-            recomputed = record.recomputed_tokens + self._usage.recomputed_tokens
-            cached = self._usage.cached_prompt_tokens
+        chunks = [one for index, output in self._outputs.items() if (one := output.chunk(index)) is not None]
+        self._events += chunks
+        state, finish_reason = self._outcome()
+        usage = held.usage() if state is not None and state.final else None
+        record, spec = held.claimed.record, held.claimed.spec
+        held.ended = held.ended or usage is not None
         reason, message = self._error
         commit = StepCommit(
             tenant=held.tenant,
             job_id=held.job_id,
             epoch=record.epoch,
-            chunk=chunk,
-            state=self._state,
-            prompt_tokens=len(held.claimed.spec.prompt_token_ids),
+            chunks=tuple(chunks),
+            state=state,
+            prompt_tokens=len(spec.prompt_token_ids),
             preemptions=record.preemptions + held.parks,
-            recomputed_tokens=recomputed,
-            cached_prompt_tokens=cached,
-            finish_reason=self._finish_reason,
+            recomputed_tokens=-1 if usage is None else record.recomputed_tokens + usage.recomputed_tokens,
+            cached_prompt_tokens=-1 if usage is None else usage.cached_prompt_tokens,
+            finish_reason=finish_reason,
             error_reason=reason,
             error_message=message,
         )
-        return JobStep(held, commit, self._events, self._usage)
+        return JobStep(held, commit, self._events, usage)
+
+    def _output(self, index: int) -> _Output:
+        return self._outputs.setdefault(index, _Output(len(self._held.choices[index].token_ids)))
+
+    def _take(self, index: int, event: Tokens) -> None:
+        output = self._output(index)
+        output.token_ids += event.token_ids
+        output.text += event.text
+        output.logprobs += event.logprobs or ()
+        output.prompt_logprobs = output.prompt_logprobs or event.prompt_logprobs
+        self._held.choices[index].token_ids += event.token_ids
+
+    def _start(self, index: int) -> None:
+        """A row was given. A new engine starts a choice anew; for its watchers it comes back."""
+        choice = self._held.choices[index]
+        if choice.had_row:
+            self._events.append(CameBack(index))
+        elif not any(one.had_row for one in self._held.choices):
+            self._events.append(GotRow())
+        self._held.active = self._moved = choice.had_row = True
+        choice.parked = False
+
+    def _outcome(self) -> tuple[JobState | None, str]:
+        """State and finish reason after this step; a job ends with its last choice, or the first failure."""
+        held = self._held
+        if self._error[0]:
+            return JobState.FAILED, ""
+        if not held.open_choices:
+            reasons = [choice.finish_reason for choice in held.choices]
+            if FinishReason.CANCELLED.value in reasons:
+                return JobState.CANCELLED, FinishReason.CANCELLED.value
+            return JobState.SUCCEEDED, reasons[0]
+        if not self._moved:
+            return None, ""
+        parked = all(held.choices[index].parked for index in held.open_choices)
+        return JobState.PARKED if parked else JobState.RUNNING, ""

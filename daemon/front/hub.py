@@ -28,11 +28,14 @@ class LostRow:
 
     cause: str
     kept: bool
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CameBack:
     """The job has a row again."""
+
+    choice: int = 0
 
 
 LiveEvent: TypeAlias = Chunk | GotRow | LostRow | CameBack
@@ -42,15 +45,15 @@ class LiveJob:
     """The committed events of one claim of one job.
 
     Args:
-        base_index: Tokens that earlier claims committed: they are in Redis, not here.
+        base_indexes: Tokens of each choice that earlier claims committed: they are in Redis, not here.
 
     Attributes:
         events: In order; only ever appended to.
         closed: Nothing more will come: the job ended, or goes on elsewhere. Redis says which.
     """
 
-    def __init__(self, base_index: int) -> None:
-        self.base_index: Final = base_index
+    def __init__(self, base_indexes: tuple[int, ...]) -> None:
+        self.base_indexes: Final = base_indexes
         self.events: list[LiveEvent] = []
         self.closed = False
         self._news = asyncio.Event()
@@ -87,10 +90,10 @@ class Hub:
         """Return the record of a job that runs here."""
         return self._live.get((tenant, job_id))
 
-    def open(self, tenant: str, job_id: str, *, base_index: int) -> LiveJob:
+    def open(self, tenant: str, job_id: str, *, base_indexes: tuple[int, ...]) -> LiveJob:
         """Begin the record of a claim; one of an earlier claim is closed."""
         self.close(tenant, job_id)
-        live = self._live[tenant, job_id] = LiveJob(base_index)
+        live = self._live[tenant, job_id] = LiveJob(base_indexes)
         self._poke(tenant, job_id)
         return live
 

@@ -110,7 +110,9 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
 
         async def handle(tenant: Tenant) -> None:
             name = (tenant.name, _named(request.job_id))
-            events = self._follower.follow(*name, request.from_token_index)
+            events = self._follower.follow(
+                *name, request.from_token_index, choice_indexes=request.choice_from_token_indexes
+            )
             await self._write(name, events, context, jobs_pb2.WatchJobResponse)
 
         await self._calls.stream("WatchJob", context, handle)
@@ -170,6 +172,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             body_hash=checked.body_hash,
             sla_class=checked.sla_class,
             prompt_tokens=len(checked.spec.prompt_token_ids),
+            choices=checked.spec.sampling.n,
             ttl_ms=self._ttl_ms,
         )
         if created:
@@ -214,7 +217,9 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
 
     async def _shown(self, record: JobRecord, *, output: bool = True) -> types_pb2.Job:
         spec = await self._store.get_spec(record.tenant, record.job_id)
-        chunks = await self._store.read_chunks(record.tenant, record.job_id) if output else ()
+        chunks: list[Chunk] = []
+        for choice in range(record.choices if output else 0):
+            chunks += await self._store.read_chunks(record.tenant, record.job_id, choice=choice)
         position = None
         if record.state is JobState.QUEUED:
             position = await self._store.queue_position(record.tenant, record.job_id)

@@ -54,7 +54,8 @@ KINDS: Final = (
         "out:",
         "stream",
         RESULT_TTL,
-        "output: an entry a commit, id <first token index>-<1 text only, 2 tokens>, field c: Chunk",
+        "output of a choice: an entry a commit, id <first token index>-<1 text only, 2 tokens, 3 end without "
+        "tokens>, field c: Chunk. Choice 0's has the job's name, choice i's that and #i",
     ),
     # -- per model ----------------------------------------------------------------------------------------
     KeyKind(
@@ -125,9 +126,10 @@ class Keys:
         """String: the spec of one job."""
         return self._name("SPEC", ref)
 
-    def out(self, ref: str) -> str:
-        """Stream: the output of one job."""
-        return self._name("OUT", ref)
+    def out(self, ref: str, choice: int = 0) -> str:
+        """Stream: the output of one choice of a job."""
+        # A reference is quoted: no id can hold the sign itself.
+        return self._name("OUT", f"{ref}#{choice}" if choice else ref)
 
     def queue(self, sla_class: str) -> str:
         """Sorted set: waiting jobs of one class."""

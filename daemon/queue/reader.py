@@ -106,9 +106,9 @@ class JobReader:
         return record
 
     async def read_chunks(
-        self, tenant: str, job_id: str, from_index: int = 0, *, limit: int | None = None
+        self, tenant: str, job_id: str, from_index: int = 0, *, choice: int = 0, limit: int | None = None
     ) -> list[Chunk]:
-        """Gives committed output from a token index on, in order.
+        """Gives committed output of a choice from a token index on, in order.
 
         A chunk that begins before `from_index` and reaches over it comes whole: its text can't be cut at a
         token. The caller sees that by `first_index`.
@@ -117,6 +117,7 @@ class JobReader:
             tenant: Whose.
             job_id: Which.
             from_index: First output token wanted, from 0.
+            choice: Which of the job's choices.
             limit: Most chunks to give; None gives all.
 
         Raises:
@@ -124,7 +125,7 @@ class JobReader:
         """
         if from_index < 0:
             raise InvalidRequestError("from_index must not be negative", field="from_index", value=from_index)
-        out = self.keys.out(job_ref(tenant, job_id))
+        out = self.keys.out(job_ref(tenant, job_id), choice)
         pipe = self._client.pipeline(transaction=False)
         pipe.xrevrange(out, f"{from_index}-0", "-", count=1)
         pipe.xrange(out, f"{from_index}-0", "+", count=limit)

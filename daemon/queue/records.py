@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
-from batond.daemon.engine.params import SamplingParams
+from batond.daemon.engine.params import MAX_N, SamplingParams
 from batond.daemon.wire.messages import TokenLogprobs
 
 #: What Lua's numbers hold exactly.
@@ -75,7 +75,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         epoch: Fencing token: grows with each claim, every write is checked against it.
         owner: Daemon that holds it, or empty.
         attempts: Claims that ended with the death of daemon or engine.
-        output_tokens: Committed tokens.
+        choices: Generations wanted, each with an output of its own.
+        output_tokens: Committed tokens of choice 0.
+        choice_tokens: Those of the other choices that have any, by their index.
         prompt_tokens: Tokens of the prompt, as counted at submit or by the engine.
         preemptions: Parks over all claims.
         recomputed_tokens: Tokens computed again after a park, over all claims.
@@ -105,7 +107,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Count = 0
     owner: str = ""
     attempts: Count = 0
+    choices: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
     output_tokens: Count = 0
+    choice_tokens: dict[Count, Count] = {}
     prompt_tokens: Count = 0
     preemptions: Count = 0
     recomputed_tokens: Count = 0
@@ -124,24 +128,47 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires_ms: Count = 0
     waited_ms: Count = 0
 
+    @property
+    def total_output_tokens(self) -> int:
+        """Committed tokens of all choices."""
+        return self.output_tokens + sum(self.choice_tokens.values())
+
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Output committed at once. What a job did not ask for takes no room.
 
     Attributes:
-        first_index: Counts from the first output token of the job.
+        first_index: Counts from the first output token of its choice.
         token_ids: The tokens; none where the chunk flushes text.
         text: May lag behind the tokens (UTF-8 and stop-string hold-back); the concatenation over all chunks
-            is the job's text.
+            is the choice's text.
+        choice: Which of the job's choices it belongs to.
         logprobs: One per token, if the job wants them.
-        prompt_logprobs: One per prompt token, None for the first; with the job's first tokens alone.
+        prompt_logprobs: One per prompt token, None for the first; with the first tokens of choice 0 alone.
+        finish_reason: Set with the last chunk of a choice of several: why it ended.
     """
 
     first_index: Count
     token_ids: list[Count]
     text: str = ""
+    choice: Count = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str = ""
+
+
+class CommittedChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """What earlier claims committed of one choice.
+
+    Attributes:
+        token_ids: The engine continues after them.
+        text: The continuation's text follows it.
+        finish_reason: Set if the choice has ended, while others of its job have not.
+    """
+
+    token_ids: list[int] = []
+    text: str = ""
+    finish_reason: str = ""
 
 
 class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,14 +177,22 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         record: As it stands after the claim; `record.epoch` must come with every write.
         spec: What to run.
-        token_ids: Committed tokens; the engine continues after them.
-        text: Committed text; the continuation's text follows it.
+        choices: What is committed, of each choice.
     """
 
     record: JobRecord
     spec: JobSpec
-    token_ids: list[int]
-    text: str
+    choices: list[CommittedChoice]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Committed tokens of choice 0."""
+        return self.choices[0].token_ids
+
+    @property
+    def text(self) -> str:
+        """Committed text of choice 0."""
+        return self.choices[0].text
 
 
 class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,8 +202,9 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
         tenant: With `job_id`, whose it is.
         job_id: See `tenant`.
         epoch: Of the claim under which this was computed.
-        chunk: Output; at its index, so that a replay does nothing.
-        state: RUNNING or PARKED, or SUCCEEDED, CANCELLED, FAILED: then the chunk and the end are one.
+        chunks: Output, at most one chunk a choice; each at its index, so that a replay does nothing. All of
+            them are committed, or none.
+        state: RUNNING or PARKED, or SUCCEEDED, CANCELLED, FAILED: then the chunks and the end are one.
         prompt_tokens: As counted by the engine.
         preemptions: Over all claims: those of `ClaimedJob.record` plus this claim's.
         recomputed_tokens: Over all claims, like `preemptions`.
@@ -181,7 +217,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     job_id: str
     epoch: int
-    chunk: Chunk | None = None
+    chunks: tuple[Chunk, ...] = ()
     state: JobState | None = None
     prompt_tokens: int = -1
     preemptions: int = -1
@@ -203,7 +239,7 @@ class Why(enum.StrEnum):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """A write that changed nothing. `output_tokens` is what is committed, where that matters."""
+    """A write that changed nothing. `output_tokens` is what its choice has committed, where that matters."""
 
     tenant: str
     job_id: str
@@ -336,7 +372,13 @@ def decode_record(flat: list[bytes]) -> JobRecord:
     """
     try:
         text = [item.decode() for item in flat]
-        return msgspec.convert(dict(zip(text[::2], text[1::2], strict=True)), JobRecord, strict=False)
+        fields: dict[str, Any] = dict(zip(text[::2], text[1::2], strict=True))
+        fields["choice_tokens"] = {
+            name.partition("#")[2]: value
+            for name, value in fields.items()
+            if name.startswith("output_tokens#")
+        }
+        return msgspec.convert(fields, JobRecord, strict=False, str_keys=True)
     except (msgspec.ValidationError, ValueError) as error:
         raise GarbageError(f"record: {error}") from error
 

@@ -20,6 +20,7 @@ from batond.daemon.queue.reader import JobReader
 from batond.daemon.queue.records import (
     ClaimedJob,
     CommitResult,
+    CommittedChoice,
     GarbageError,
     HandBackOutcome,
     JobRecord,
@@ -94,6 +95,7 @@ class JobStore(JobReader):
         body_hash: str,
         sla_class: str,
         prompt_tokens: int = 0,
+        choices: int = 1,
         ttl_ms: int = DAY_MS,
     ) -> tuple[JobRecord, bool]:
         """Accepts a job, or attaches to the one of this id with the same body.
@@ -105,6 +107,7 @@ class JobStore(JobReader):
             body_hash: Of what the client sent, before anything (a seed) was drawn for it.
             sla_class: Effective class.
             prompt_tokens: For display before the engine counts.
+            choices: Generations wanted: `sampling.n` of the spec.
             ttl_ms: How long the result is kept from the end.
 
         Returns:
@@ -117,7 +120,7 @@ class JobStore(JobReader):
         """
         given: list[Argument] = ["tenant", tenant, "job_id", job_id, "model", self.keys.model]
         given += ["sla_class", sla_class, "body_hash", body_hash, "ttl_ms", ttl_ms]
-        given += ["prompt_tokens", prompt_tokens]
+        given += ["prompt_tokens", prompt_tokens, "choices", choices]
         verdict, answer = await self._call(
             "submit", job_ref(tenant, job_id), spec_json, self._max_queued, *given
         )
@@ -303,17 +306,13 @@ def parse_renewal(reply: list[list[bytes]]) -> Renewal:
 
 
 def _commit_args(commit: StepCommit) -> list[Argument]:
-    """The 13 arguments of one item of `commit_step.lua`."""
+    """The arguments of one item of `commit_step.lua`: 11, and 5 a chunk."""
     if commit.state is not None and commit.state not in COMMITTABLE:
         raise BatondError(f"a step can't make a job {commit.state}", reason="WRONG_STATE")
-    chunk = commit.chunk
-    return [
+    args: list[Argument] = [
         job_ref(commit.tenant, commit.job_id),
         commit.epoch,
         commit.state or "",
-        chunk.first_index if chunk else 0,
-        len(chunk.token_ids) if chunk else 0,
-        encode_chunk(chunk) if chunk else b"",
         commit.prompt_tokens,
         commit.preemptions,
         commit.recomputed_tokens,
@@ -321,11 +320,16 @@ def _commit_args(commit: StepCommit) -> list[Argument]:
         commit.finish_reason,
         commit.error_reason,
         commit.error_message,
+        len(commit.chunks),
     ]
+    for chunk in commit.chunks:
+        args += [chunk.choice, chunk.first_index, len(chunk.token_ids), int(chunk.finish_reason != "")]
+        args.append(encode_chunk(chunk))
+    return args
 
 
 def _claimed(
-    raw_ref: bytes, flat: list[bytes], spec: bytes | None, output: list[tuple[bytes, list[bytes]]]
+    raw_ref: bytes, flat: list[bytes], spec: bytes | None, outputs: list[list[tuple[bytes, list[bytes]]]]
 ) -> ClaimedJob:
     """Reads one job of a claim's reply, trusting nothing.
 
@@ -339,14 +343,28 @@ def _claimed(
         raise GarbageError(f"record: {error}") from error
     if named != raw_ref:
         raise GarbageError("record: it names another job")
+    job = ClaimedJob(
+        record=record, spec=decode_spec(spec), choices=[_committed(output) for output in outputs]
+    )
+    if not len(outputs) == record.choices == job.spec.sampling.n:
+        raise GarbageError(f"record: {record.choices} choices, the spec says {job.spec.sampling.n}")
+    for index, choice in enumerate(job.choices):
+        said = record.choice_tokens.get(index, 0) if index else record.output_tokens
+        if len(choice.token_ids) != said:
+            raise GarbageError(f"output: {len(choice.token_ids)} tokens, the record says {said}")
+    return job
+
+
+def _committed(output: list[tuple[bytes, list[bytes]]]) -> CommittedChoice:
+    """Reads the output of one choice."""
     token_ids: list[int] = []
     text: list[str] = []
+    finish_reason = ""
     for _, pairs in output:
         chunk = decode_chunk(pairs[1])
         if chunk.first_index != len(token_ids):
             raise GarbageError(f"output: a chunk at {chunk.first_index} follows {len(token_ids)} tokens")
         token_ids += chunk.token_ids
         text.append(chunk.text)
-    if len(token_ids) != record.output_tokens:
-        raise GarbageError(f"output: {len(token_ids)} tokens, the record says {record.output_tokens}")
-    return ClaimedJob(record=record, spec=decode_spec(spec), token_ids=token_ids, text="".join(text))
+        finish_reason = chunk.finish_reason
+    return CommittedChoice(token_ids=token_ids, text="".join(text), finish_reason=finish_reason)

@@ -10,7 +10,7 @@ from batond.daemon.engine.params import SamplingParams
 from batond.daemon.front.held import HeldJob
 from batond.daemon.front.hub import LiveJob
 from batond.daemon.front.identity import Tenant
-from batond.daemon.queue import ClaimedJob, JobRecord, JobSpec, JobState
+from batond.daemon.queue import ClaimedJob, CommittedChoice, JobRecord, JobSpec, JobState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,13 @@ def tenant() -> Tenant:
 def hold() -> Callable[..., HeldJob]:
     """Holds a job as if it had just been claimed."""
 
-    def make(*, token_ids: tuple[int, ...] = (), epoch: int = 1, **sampling: Any) -> HeldJob:
+    def make(
+        *,
+        token_ids: tuple[int, ...] = (),
+        committed: list[CommittedChoice] | None = None,
+        epoch: int = 1,
+        **sampling: Any,
+    ) -> HeldJob:
         record = JobRecord(
             tenant="t",
             job_id="j",
@@ -41,7 +47,9 @@ def hold() -> Callable[..., HeldJob]:
             created_ms=1,
         )
         spec = JobSpec(prompt_token_ids=[5, 6], sampling=SamplingParams(**sampling), seed=7, session_id="s")
-        claimed = ClaimedJob(record=record, spec=spec, token_ids=list(token_ids), text="")
-        return HeldJob(claimed, LiveJob(len(token_ids)), 0.0, list(token_ids))
+        choices = committed or [CommittedChoice(token_ids=list(token_ids))]
+        choices += [CommittedChoice()] * (spec.sampling.n - len(choices))
+        claimed = ClaimedJob(record=record, spec=spec, choices=choices)
+        return HeldJob(claimed, LiveJob(tuple(len(one.token_ids) for one in choices)), 0.0)
 
     return make

@@ -28,7 +28,7 @@ async def read_all(live: LiveJob) -> list[LiveEvent]:
 async def test_every_watcher_sees_every_event_once_whenever_it_comes() -> None:
     """R7."""
     hub = Hub()
-    live = hub.open("t", "j", base_index=0)
+    live = hub.open("t", "j", base_indexes=(0,))
     early = [asyncio.create_task(read_all(live)) for _ in range(3)]
     await asyncio.sleep(0)
     live.publish([GotRow(), chunk(0)])
@@ -46,7 +46,7 @@ async def test_every_watcher_sees_every_event_once_whenever_it_comes() -> None:
 
 async def test_a_watcher_that_does_not_read_delays_nobody() -> None:
     """C4: the writer never waits, and what is kept is the job's own events."""
-    live = Hub().open("t", "j", base_index=0)
+    live = Hub().open("t", "j", base_indexes=(0,))
     sleeper = asyncio.create_task(live.wait_beyond(10_000))
     for index in range(1000):
         live.publish([chunk(index)])
@@ -62,7 +62,7 @@ async def test_who_waits_for_a_job_is_woken_by_its_begin_and_its_end() -> None:
     async with asyncio.timeout(TIMEOUT_S):
         waiting = asyncio.create_task(hub.wait_for("t", "j", 600))
         await asyncio.sleep(0)
-        hub.open("t", "j", base_index=0)
+        hub.open("t", "j", base_indexes=(0,))
         await waiting
         await hub.wait_for("t", "j", 600)  # It runs: no wait.
         assert hub.get("t", "j") is not None
@@ -88,15 +88,15 @@ async def test_waits_leave_nothing_behind() -> None:
 
 async def test_a_new_claim_ends_the_record_of_the_old_one() -> None:
     hub = Hub()
-    old = hub.open("t", "j", base_index=0)
-    new = hub.open("t", "j", base_index=7)
+    old = hub.open("t", "j", base_indexes=(0,))
+    new = hub.open("t", "j", base_indexes=(7,))
     assert old.closed
     assert hub.get("t", "j") is new
-    assert new.base_index == 7
+    assert new.base_indexes == (7,)
 
 
 @pytest.mark.parametrize("position", [0, 3])
 async def test_a_closed_record_makes_nobody_wait(position: int) -> None:
-    live = LiveJob(0)
+    live = LiveJob((0,))
     live.close()
     await asyncio.wait_for(live.wait_beyond(position), TIMEOUT_S)

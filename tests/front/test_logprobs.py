@@ -20,7 +20,7 @@ TWO = TokenLogprobs(logprob=-2.0, top=[(9, -0.125), (4, -2.0)])
 
 
 def tokens(held: HeldJob, first: int, *ids: int, **more: object) -> Tokens:
-    return Tokens(query_id=held.query_id, first_index=first, token_ids=list(ids), text="x", **more)  # type: ignore[arg-type]
+    return Tokens(query_id=held.query_id(), first_index=first, token_ids=list(ids), text="x", **more)  # type: ignore[arg-type]
 
 
 def test_a_step_commits_them_with_their_tokens(hold: Callable[..., HeldJob]) -> None:
@@ -33,14 +33,13 @@ def test_a_step_commits_them_with_their_tokens(hold: Callable[..., HeldJob]) -> 
         ]
     )
     chunk = Chunk(first_index=0, token_ids=[3, 4], text="xx", logprobs=[ONE, TWO], prompt_logprobs=prompt)
-    assert step.commit.chunk == chunk
+    assert step.commit.chunks == (chunk,)
     assert step.events == [chunk], "watchers see what is committed"
 
 
 def test_nothing_is_stored_for_a_job_that_did_not_ask(hold: Callable[..., HeldJob]) -> None:
     held = hold()
-    chunk = held.digest([tokens(held, 0, 3)]).commit.chunk
-    assert chunk is not None
+    (chunk,) = held.digest([tokens(held, 0, 3)]).commit.chunks
     stored = encode_chunk(chunk)
     assert b"logprobs" not in stored
     assert len(stored) < 40
@@ -55,8 +54,9 @@ def test_a_stored_chunk_is_read_as_it_was() -> None:
 
 def test_the_prompts_are_asked_of_the_first_engine_alone(hold: Callable[..., HeldJob]) -> None:
     """D3: they were committed with the first token; an engine that goes on must not send them again."""
-    assert hold(logprobs=1, prompt_logprobs=4).submit(0.0).sampling.prompt_logprobs == 4
-    later = hold(logprobs=1, prompt_logprobs=4, token_ids=(3, 4)).submit(0.0)
+    (first,) = hold(logprobs=1, prompt_logprobs=4).submits(0.0)
+    assert first.sampling.prompt_logprobs == 4
+    (later,) = hold(logprobs=1, prompt_logprobs=4, token_ids=(3, 4)).submits(0.0)
     assert later.sampling.prompt_logprobs is None
     assert later.sampling.logprobs == 1
     assert later.emitted_token_ids == [3, 4]
@@ -81,4 +81,4 @@ def test_the_contract_names_each_token() -> None:
 
 
 def test_the_session_goes_to_the_engine(hold: Callable[..., HeldJob]) -> None:
-    assert hold().submit(0.0).session_id == "s"
+    assert [command.session_id for command in hold().submits(0.0)] == ["s"]

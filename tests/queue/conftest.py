@@ -84,9 +84,9 @@ class Queue:
     @staticmethod
     def step(job: ClaimedJob, first: int, *tokens: int, text: str = "", **kw: Any) -> StepCommit:
         """Makes a commit of tokens at an index under this claim."""
-        chunk = Chunk(first_index=first, token_ids=list(tokens), text=text) if tokens or text else None
+        chunks = (Chunk(first_index=first, token_ids=list(tokens), text=text),) if tokens or text else ()
         fields = {"epoch": job.record.epoch} | kw
-        return StepCommit(tenant=job.record.tenant, job_id=job.record.job_id, chunk=chunk, **fields)
+        return StepCommit(tenant=job.record.tenant, job_id=job.record.job_id, **{"chunks": chunks} | fields)
 
     async def commit(self, *steps: StepCommit, owner: str = "d1") -> list[str]:
         """Commits; gives the reasons of refusals."""

@@ -149,7 +149,7 @@ class QueueMachine(RuleBasedStateMachine):
             tenant="t",
             job_id=job_id,
             epoch=claim.record.epoch,
-            chunk=Chunk(first_index=first, token_ids=tokens) if tokens else None,
+            chunks=(Chunk(first_index=first, token_ids=tokens),) if tokens else (),
             state=JobState(state) if state else None,
         )
         result = self.run(self.stores[owner].commit_step(owner, [commit]))

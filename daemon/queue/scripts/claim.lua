@@ -1,7 +1,7 @@
 -- Gives waiting jobs to a daemon, most urgent class first, first come first served inside a class.
 -- KEYS  base
 -- ARGV  owner, lease_ms, number of held, held refs ..., then pairs of class and limit in order of urgency
--- Gives a list of {ref, record, spec, output}; output as XRANGE gives it.
+-- Gives a list of {ref, record, spec, outputs}; an output a choice, as XRANGE gives it.
 -- From  queued -> claimed, epoch + 1.
 -- A claim whose reply got lost leaves jobs that this owner has but does not name as held: they are given
 -- again under their epoch, so a repeated call loses nothing.
@@ -13,11 +13,13 @@ local given = {}
 
 local function give(ref)
   redis.call('ZADD', LEASES, lease_end, ref)
-  local output = redis.pcall('XRANGE', OUT .. ref, '-', '+')
+  local keys, outputs = all_keys(ref), {}
+  for i = 3, #keys do
+    local entries = redis.pcall('XRANGE', keys[i], '-', '+')
+    outputs[#outputs + 1] = entries.err and {} or entries
+  end
   local spec = redis.pcall('GET', SPEC .. ref)
-  given[#given + 1] = {
-    ref, redis.call('HGETALL', JOB .. ref), spec and not spec.err and spec or false, output.err and {} or output,
-  }
+  given[#given + 1] = { ref, redis.call('HGETALL', JOB .. ref), spec and not spec.err and spec or false, outputs }
 end
 
 -- Whether a queue's member is a job waiting there; if not, it becomes evidence.

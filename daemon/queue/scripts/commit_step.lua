@@ -1,20 +1,20 @@
 -- Makes one step's output of all jobs durable, before any client sees it; may end jobs in the same breath.
 -- KEYS  base
--- ARGV  owner, then 13 a job: ref, epoch, state or '', first_index, tokens, encoded chunk or '',
---       prompt_tokens, preemptions, recomputed_tokens, cached_prompt_tokens (-1 leaves as is),
---       finish_reason, error_reason, error_message
+-- ARGV  owner, then a job: ref, epoch, state or '', prompt_tokens, preemptions, recomputed_tokens,
+--       cached_prompt_tokens (-1 leaves as is), finish_reason, error_reason, error_message, number of chunks,
+--       and a chunk: choice, first_index, tokens, ends ('1': its choice), the chunk encoded
 -- Gives {{number of the item, why, committed tokens} ...}, {ref to cancel ...}.
 -- From  claimed running parked -> running | parked | succeeded | cancelled | failed.
--- A chunk goes in at the committed count only. One that lies wholly below it was committed before: accepted,
--- nothing is done. So a step can be sent again whenever its reply got lost, also one that ended the job.
-local ITEM = 13
+-- A chunk goes in at the committed count of its choice only. One that lies wholly below it was committed before:
+-- accepted, nothing is done. So a step can be sent again whenever its reply got lost, also one that ended the job.
+local ITEM, CHUNK = 11, 5
 local owner = ARGV[1]
 local refused, cancel = {}, {}
 local now_ms = clock()
 
 -- Whether the entry went in. If somebody else wrote into this stream, the job is past saving; its mates are not.
-local function write(ref, id, chunk)
-  local reply = redis.pcall('XADD', OUT .. ref, id, 'c', chunk)
+local function write(ref, key, id, chunk)
+  local reply = redis.pcall('XADD', key, id, 'c', chunk)
   if type(reply) == 'table' and reply.err then
     conclude_dead(ref, 'BAD_RECORD', 'output: ' .. reply.err, now_ms)
     return false
@@ -22,31 +22,52 @@ local function write(ref, id, chunk)
   return true
 end
 
--- nil when the chunk is in (now or from before), else why not
-local function append(ref, committed, first_index, tokens, chunk)
-  if first_index > committed then
-    return 'gap'
-  elseif tokens > 0 then
-    if first_index + tokens <= committed then
-      return nil
-    elseif first_index < committed then
-      return 'overlap'
-    end
-    if not write(ref, int(first_index) .. '-2', chunk) then
-      return 'final'
-    end
-    redis.call('HSET', JOB .. ref, 'output_tokens', int(committed + tokens))
-    if committed == 0 then
-      redis.call('HSET', JOB .. ref, 'first_token_ms', int(now_ms))
-    end
-  elseif first_index == committed then -- text alone: once an index
-    local last = redis.pcall('XREVRANGE', OUT .. ref, '+', '-', 'COUNT', 1)[1]
-    if not (last and last[1]:match('^%d+') == int(first_index))
-      and not write(ref, int(first_index) .. '-1', chunk) then
-      return 'final'
+-- Field of the record that counts a choice's tokens.
+local function counter(choice)
+  return choice > 0 and 'output_tokens#' .. int(choice) or 'output_tokens'
+end
+
+-- The chunks of an item that are to be written; else nil, why not, and the count it was held against.
+local function fitting(ref, first, number)
+  local fit = {}
+  for at = first, first + (number - 1) * CHUNK, CHUNK do
+    local chunk = {
+      choice = tonumber(ARGV[at]), first_index = tonumber(ARGV[at + 1]), tokens = tonumber(ARGV[at + 2]),
+      ends = ARGV[at + 3] == '1', encoded = ARGV[at + 4],
+    }
+    local committed = count(redis.call('HGET', JOB .. ref, counter(chunk.choice))) or 0
+    local after = chunk.first_index + chunk.tokens
+    if chunk.first_index > committed then
+      return nil, 'gap', committed
+    elseif after > committed and chunk.first_index < committed then
+      return nil, 'overlap', committed
+    elseif after > committed or (chunk.tokens == 0 and chunk.first_index == committed) then
+      fit[#fit + 1] = chunk
     end
   end
-  return nil
+  return fit
+end
+
+-- Text alone, or an end: each once an index.
+local function append_text(ref, key, chunk)
+  local last = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
+  local index, kind = (last and last[1] or ''):match('^(%d+)-(%d+)$')
+  if index == int(chunk.first_index) and (kind == '3' or not chunk.ends) then
+    return true
+  end
+  return write(ref, key, int(chunk.first_index) .. (chunk.ends and '-3' or '-1'), chunk.encoded)
+end
+
+local function append(ref, chunk)
+  local key = output(ref, chunk.choice)
+  if chunk.tokens == 0 then
+    return append_text(ref, key, chunk)
+  elseif not write(ref, key, int(chunk.first_index) .. '-2', chunk.encoded) then
+    return false
+  end
+  redis.call('HSET', JOB .. ref, counter(chunk.choice), int(chunk.first_index + chunk.tokens))
+  redis.call('HSETNX', JOB .. ref, 'first_token_ms', int(now_ms))
+  return true
 end
 
 local function set(ref, i)
@@ -57,13 +78,13 @@ local function set(ref, i)
       changes[#changes + 1] = value
     end
   end
-  put('prompt_tokens', ARGV[i + 6], '-1')
-  put('preemptions', ARGV[i + 7], '-1')
-  put('recomputed_tokens', ARGV[i + 8], '-1')
-  put('cached_prompt_tokens', ARGV[i + 9], '-1')
-  put('finish_reason', ARGV[i + 10], '')
-  put('error_reason', ARGV[i + 11], '')
-  put('error_message', ARGV[i + 12], '')
+  put('prompt_tokens', ARGV[i + 3], '-1')
+  put('preemptions', ARGV[i + 4], '-1')
+  put('recomputed_tokens', ARGV[i + 5], '-1')
+  put('cached_prompt_tokens', ARGV[i + 6], '-1')
+  put('finish_reason', ARGV[i + 7], '')
+  put('error_reason', ARGV[i + 8], '')
+  put('error_message', ARGV[i + 9], '')
   if #changes > 0 then
     redis.call('HSET', JOB .. ref, unpack(changes))
   end
@@ -88,27 +109,40 @@ local function move(ref, state, to, started_ms, wrote)
   end
 end
 
-for i = 2, #ARGV, ITEM do
-  local ref, epoch, to, chunk = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 5]
+-- Why the chunks did not go in, and the count they were held against; nil if they are in, now or from before.
+local function append_all(ref, first, number)
+  local fit, why, committed = fitting(ref, first, number)
+  for _, chunk in ipairs(fit or {}) do
+    if not append(ref, chunk) then
+      return 'final', 0
+    end
+  end
+  return why, committed
+end
+
+local i, item = 2, 0
+while i <= #ARGV do
+  local ref, epoch, to, number = ARGV[i], ARGV[i + 1], ARGV[i + 2], tonumber(ARGV[i + 10])
   local job = fields(ref, 'state', 'owner', 'epoch', 'output_tokens', 'cancel_requested', 'started_ms') or {}
   local committed = count(job[4]) or 0
   local why = barred(job[1], job[2], job[3], owner, epoch)
   if why == 'final' and to == job[1] and job[3] == epoch then
     why = nil -- the same end, sent again
   elseif not why then
-    if chunk ~= '' then
-      why = append(ref, committed, tonumber(ARGV[i + 3]), tonumber(ARGV[i + 4]), chunk)
-    end
+    local held_against
+    why, held_against = append_all(ref, i + ITEM, number)
+    committed = held_against or committed
     if not why then
       set(ref, i)
-      move(ref, job[1], to, job[6], chunk ~= '')
+      move(ref, job[1], to, job[6], number > 0)
       if job[5] == '1' and not FINAL[to] then
         cancel[#cancel + 1] = ref
       end
     end
   end
   if why then
-    refused[#refused + 1] = { (i - 2) / ITEM, why, committed }
+    refused[#refused + 1] = { item, why, committed }
   end
+  i, item = i + ITEM + number * CHUNK, item + 1
 end
 return { refused, cancel }

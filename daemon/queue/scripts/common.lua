@@ -13,6 +13,7 @@ local FINAL = { succeeded = true, cancelled = true, failed = true, dead = true }
 local DEFAULT_TTL_MS = 3600000 -- for records that lost theirs
 local HISTORY_BYTES = 4096
 local GARBAGE_KEPT = 1000 -- dead letters; older ones go first
+local MOST_CHOICES = 128 -- as in params.py; records may have been written by hand
 
 -- Lua prints large numbers as 1.7e+15; Redis must get all digits.
 local function int(number)
@@ -81,8 +82,23 @@ local function mend(pairs_of, now_ms)
   end
 end
 
-local function remove(ref)
-  redis.call('DEL', JOB .. ref, SPEC .. ref, OUT .. ref)
+-- Key of a choice's output.
+local function output(ref, choice)
+  return OUT .. ref .. (choice > 0 and '#' .. int(choice) or '')
+end
+
+-- Keys of all that a job has; `choices` where more than its record says may be left over.
+local function all_keys(ref, choices)
+  local job = fields(ref, 'choices')
+  local keys = { JOB .. ref, SPEC .. ref }
+  for choice = 0, math.min(math.max(job and count(job[1]) or 1, choices or 1), MOST_CHOICES) - 1 do
+    keys[#keys + 1] = output(ref, choice)
+  end
+  return keys
+end
+
+local function remove(ref, choices)
+  redis.call('DEL', unpack(all_keys(ref, choices)))
   redis.call('ZREM', EXPIRING, ref)
   redis.call('ZREM', LEASES, ref)
   local tenant = ref:match('^([^/]+)/')
@@ -110,8 +126,8 @@ local function conclude(ref, state, now_ms)
   if state ~= 'dead' then
     local ttl_ms = math.max(1, count(job[4]) or DEFAULT_TTL_MS)
     redis.call('HSET', JOB .. ref, 'expires_ms', int(now_ms + ttl_ms))
-    for _, kind in ipairs({ JOB, SPEC, OUT }) do
-      redis.call('PEXPIRE', kind .. ref, int(ttl_ms))
+    for _, key in ipairs(all_keys(ref)) do
+      redis.call('PEXPIRE', key, int(ttl_ms))
     end
     redis.call('ZADD', EXPIRING, int(now_ms + ttl_ms), ref)
   end

@@ -28,7 +28,7 @@ if waiting >= max_queued then
   return { 'full', waiting }
 end
 
-remove(ref) -- left-overs of an expired job of this name that the sweep has not seen yet
+remove(ref, count(given.choices)) -- left-overs of an expired job of this name that the sweep has not seen yet
 local arrival_us = math.max(now_us, (tonumber(redis.call('GET', CLOCK)) or 0) + 1)
 redis.call('SET', CLOCK, int(arrival_us))
 redis.call('HSET', JOB .. ref, 'state', 'queued', 'arrival_us', int(arrival_us),
