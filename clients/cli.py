@@ -9,22 +9,25 @@ from pathlib import Path  # noqa: TC003 -- typer reads annotations at run time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live
 
-from batond.clients import batch_view, cli_output, outcome
+from batond.clients import batch_view, cli_output, cli_print, outcome
 from batond.clients.cli_input import (
     ChatOption,
+    ChoicesOption,
     ClassOption,
     IdOption,
     IgnoreEosOption,
     JobArgument,
     JsonOption,
     LabelOption,
+    LogprobsOption,
     MaxTokensOption,
     ModelOption,
     PromptArgument,
+    PromptLogprobsOption,
     SeedOption,
+    SessionOption,
     Settings,
     StopOption,
     SystemOption,
@@ -37,13 +40,12 @@ from batond.clients.cli_input import (
     job_options,
     job_state,
 )
-from batond.clients.errors import BatondClientError, CallCancelledError
-from batond.clients.model import Chunk, Finished, JobInfo
+from batond.clients.errors import BatondClientError
 from batond.clients.transport import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, ClientTLS
 
 if TYPE_CHECKING:
     from batond.clients.client import Client
-    from batond.clients.stream import JobStream
+    from batond.clients.model import JobInfo
 
 app = typer.Typer(
     name="batonctl",
@@ -145,8 +147,12 @@ def submit(
     top_k: TopKOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
+    choices: ChoicesOption = None,
+    logprobs: LogprobsOption = None,
+    prompt_logprobs: PromptLogprobsOption = None,
     stop: StopOption = None,
     ignore_eos: IgnoreEosOption = False,
+    session_id: SessionOption = None,
     job_id: IdOption = None,
     label: LabelOption = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job is final.")] = False,
@@ -162,8 +168,12 @@ def submit(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        n=choices,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         stop=stop,
         ignore_eos=ignore_eos,
+        session_id=session_id,
         job_id=job_id,
     )
     text = add_prompt(options, prompt, system=system, chat=chat, token_ids=token_ids)
@@ -173,7 +183,7 @@ def submit(
             typer.echo(cli_output.to_json(job) if as_json else job.job_id)
             return
         job = client.wait(job.job_id)
-    _show(job, as_json=as_json)
+    cli_print.show(job, as_json=as_json)
     outcome.succeeded(job)
 
 
@@ -192,8 +202,12 @@ def generate(
     top_k: TopKOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = None,
+    choices: ChoicesOption = None,
+    logprobs: LogprobsOption = None,
+    prompt_logprobs: PromptLogprobsOption = None,
     stop: StopOption = None,
     ignore_eos: IgnoreEosOption = False,
+    session_id: SessionOption = None,
     job_id: IdOption = None,
     label: LabelOption = None,
     detached: Annotated[
@@ -211,13 +225,17 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        n=choices,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         stop=stop,
         ignore_eos=ignore_eos,
+        session_id=session_id,
         job_id=job_id,
     )
     text = add_prompt(options, prompt, system=system, chat=chat, token_ids=token_ids)
     with _client(ctx) as client, client.generate(text, detached=detached, **options) as stream:
-        _follow(stream, as_json=as_json)
+        cli_print.follow(stream, as_json=as_json)
 
 
 @app.command()
@@ -232,14 +250,14 @@ def watch(
 ) -> None:
     """Stream the text of a job; interrupting this leaves the job alone."""
     with _client(ctx) as client, client.watch(job_id, from_token_index) as stream:
-        _follow(stream, as_json=as_json)
+        cli_print.follow(stream, as_json=as_json)
 
 
 @app.command()
 def get(ctx: typer.Context, job_id: JobArgument, *, as_json: JsonOption = False) -> None:
     """Show a job."""
     with _client(ctx) as client:
-        _show(client.get(job_id), as_json=as_json)
+        cli_print.show(client.get(job_id), as_json=as_json)
 
 
 @app.command("list")
@@ -262,14 +280,14 @@ def list_jobs(
         for job in jobs:
             typer.echo(cli_output.to_json(job))
     else:
-        _console().print(cli_output.jobs_table(jobs))
+        cli_print.console().print(cli_output.jobs_table(jobs))
 
 
 @app.command()
 def cancel(ctx: typer.Context, job_id: JobArgument, *, as_json: JsonOption = False) -> None:
     """End a job; what it has emitted is kept."""
     with _client(ctx) as client:
-        _brief(client.cancel(job_id), as_json=as_json)
+        cli_print.brief(client.cancel(job_id), as_json=as_json)
 
 
 @app.command()
@@ -278,7 +296,7 @@ def park(
 ) -> None:
     """Take the row of a running job and hold the job until `resume`."""
     with _client(ctx) as client:
-        _brief(client.park(job_id, tenant=tenant), as_json=as_json)
+        cli_print.brief(client.park(job_id, tenant=tenant), as_json=as_json)
 
 
 @app.command()
@@ -287,7 +305,7 @@ def resume(
 ) -> None:
     """Let a job parked by hand compete for a row again."""
     with _client(ctx) as client:
-        _brief(client.resume(job_id, tenant=tenant), as_json=as_json)
+        cli_print.brief(client.resume(job_id, tenant=tenant), as_json=as_json)
 
 
 @app.command()
@@ -311,7 +329,7 @@ def info(ctx: typer.Context, *, as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(cli_output.to_json(found))
     else:
-        _console().print(cli_output.info_table(found))
+        cli_print.console().print(cli_output.info_table(found))
 
 
 @app.command()
@@ -325,7 +343,7 @@ def top(
     """Watch the batch live: rows, queries without a row, host pool."""
     with _client(ctx) as client:
         title = f"batond {client.server_info().model}"
-        console = _console()
+        console = cli_print.console()
         # A terminal gets one picture that is drawn over; a pipe gets one after the other.
         live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
         with live or contextlib.nullcontext():
@@ -340,10 +358,6 @@ def top(
                     break
 
 
-def _console() -> Console:
-    return Console(highlight=False, soft_wrap=False)
-
-
 @contextlib.contextmanager
 def _client(ctx: typer.Context) -> Iterator[Client]:
     chosen: Settings = ctx.obj
@@ -353,32 +367,3 @@ def _client(ctx: typer.Context) -> Iterator[Client]:
         raise typer.BadParameter(str(error)) from error
     with client:
         yield client
-
-
-def _follow(stream: JobStream, *, as_json: bool) -> None:
-    """Prints a stream as it comes; raises if the job does not succeed."""
-    job: JobInfo | None = None
-    for event in stream:
-        if isinstance(event, Finished):
-            job = event.job
-        if as_json:
-            typer.echo(cli_output.to_json(event))
-        elif isinstance(event, Chunk):
-            typer.echo(event.text, nl=False)
-            sys.stdout.flush()
-    if job is None:
-        raise CallCancelledError("the stream was closed before its end")
-    if not as_json:
-        typer.echo()
-    outcome.succeeded(job)
-
-
-def _show(job: JobInfo, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(cli_output.to_json(job))
-    else:
-        _console().print(cli_output.job_table(job))
-
-
-def _brief(job: JobInfo, *, as_json: bool) -> None:
-    typer.echo(cli_output.to_json(job) if as_json else f"{job.job_id} {job.state}")

@@ -59,6 +59,18 @@ TemperatureOption = Annotated[float | None, typer.Option(help="0 is greedy.")]
 TopKOption = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")]
 TopPOption = Annotated[float | None, typer.Option(help="Keep the smallest set reaching this probability.")]
 SeedOption = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
+ChoicesOption = Annotated[
+    int | None, typer.Option("--choices", help="Generations wanted of the same prompt.")
+]
+LogprobsOption = Annotated[
+    int | None,
+    typer.Option(help="Show each token's log-probability and so many of the likeliest tokens', 0 to 20."),
+]
+PromptLogprobsOption = Annotated[int | None, typer.Option(help="The same for the tokens of the prompt.")]
+SessionOption = Annotated[
+    str | None,
+    typer.Option("--session", help="Name of a conversation; its next turn need not compute this one again."),
+]
 StopOption = Annotated[list[str] | None, typer.Option(help="String that ends the generation; repeatable.")]
 IgnoreEosOption = Annotated[
     bool, typer.Option("--ignore-eos", help="Don't end at the model's end-of-sequence ids.")

@@ -71,6 +71,7 @@ def job_table(job: JobInfo) -> Table:
         ("position", job.queue_position or ""),
         ("queued for", f"{job.queue_time_s:.3f} s"),
         ("tokens", f"{job.prompt_tokens} + {job.output_tokens}"),
+        ("cached", f"{job.cached_prompt_tokens} tokens of the prompt" if job.cached_prompt_tokens else ""),
         ("preemptions", job.preemptions),
         ("recomputed", job.recomputed_tokens),
         ("attempts", job.attempts),
@@ -79,8 +80,29 @@ def job_table(job: JobInfo) -> Table:
         ("finished", _when(job.finished_time)),
         *((f"label {name}", value) for name, value in job.labels.items()),
         ("text", job.text),
+        *((f"choice {choice.index}", choice.text) for choice in job.choices[1:]),
     ]
     return _filled(table, rows)
+
+
+def logprobs_table(job: JobInfo) -> Table:
+    """Draws the log-probabilities of a job: one line a token, those of the prompt first."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("place", "token", "logprob"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("likeliest")
+    several = len(job.choices) > 1
+    parts = [("prompt ", job.prompt_logprobs)]
+    if several:
+        parts += [(f"{choice.index}: ", choice.logprobs) for choice in job.choices]
+    else:
+        parts += [("", job.logprobs)]
+    for name, tokens in parts:
+        for place, one in enumerate(tokens):
+            logprob = "" if one.logprob is None else f"{one.logprob:.4f}"
+            likeliest = "  ".join(f"{top.token_id} {top.logprob:.4f}" for top in one.top)
+            table.add_row(f"{name}{place}", str(one.token_id), logprob, likeliest)
+    return table
 
 
 def jobs_table(jobs: Iterable[JobInfo]) -> Table:

@@ -66,6 +66,25 @@ def test_options_left_out_stay_unset(daemon: Any, batonctl: Callable[..., Result
     assert spec == types_pb2.JobSpec(text=types_pb2.TextInput(text="hello"))
 
 
+def test_several_choices_and_their_numbers(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    daemon.final.choices.add(index=0, text="one")
+    daemon.final.choices.add(index=1, text="[other]")
+    number = daemon.final.choices[1].logprobs.add(token_id=7, logprob=-0.25)
+    number.top.add(token_id=9, logprob=-0.125)
+    daemon.final.prompt_logprobs.add(token_id=3)
+    asked = ("--choices", "2", "--logprobs", "0", "--prompt-logprobs", "1", "--session", "s1")
+    result = batonctl("generate", "hello", *asked)
+    spec = daemon.calls[0][1].spec
+    sampling = spec.sampling
+    assert (sampling.n, sampling.logprobs, sampling.prompt_logprobs, spec.session_id) == (2, 0, 1, "s1")
+    lines = [line.split() for line in result.out.splitlines()]
+    assert lines[1:3] == [["--", "choice", "1"], ["[other]"]]
+    assert ["prompt", "0", "3"] in lines, "the first token of a prompt has no number"
+    assert ["1:", "0", "7", "-0.2500", "9", "-0.1250"] in lines
+    shown = batonctl("submit", "hello", *asked, "--wait").out
+    assert "[other]" in shown
+
+
 def test_zero_is_not_left_out(daemon: Any, batonctl: Callable[..., Result]) -> None:
     """Q1: what is wrong reaches the daemon, which says what is wrong."""
     batonctl("submit", "hello", "--max-tokens", "0", "--temperature", "0", "--seed", "0")

@@ -192,6 +192,38 @@ def test_the_cursor_lets_everything_through_once(sizes: list[int], breaks: list[
     assert seen == chunks
 
 
+def test_the_cursor_keeps_choices_apart() -> None:
+    """R7: each has its own place; what ends a choice comes once, also after text that was flushed there."""
+    cursor = StreamCursor(2, starts={1: 3}, choices=3)
+    assert cursor.resume_at() == (2, {0: 2, 1: 3, 2: 2})
+
+    def read(choice: int, first: int, *ids: int, text: str = "", ends: bool = False) -> Any:
+        message = types_pb2.TokenChunk(first_token_index=first, token_ids=ids, text=text, choice=choice)
+        if ends:
+            message.finish_reason = types_pb2.FINISH_REASON_STOP
+        message.logprobs.extend(types_pb2.TokenLogprobs(token_id=one, logprob=-one) for one in ids)
+        return cursor.accept(types_pb2.StreamEvent(chunk=message))
+
+    rest = read(1, 0, 1, 2, 3, 4, text="abcd")
+    assert (rest.first_token_index, rest.token_ids, rest.text) == (3, (4,), "abcd")
+    assert [one.logprob for one in rest.logprobs] == [-4.0]
+    assert cursor.next_token_indexes == {0: 2, 1: 4, 2: 2}
+    assert cursor.next_token_index == 2
+    assert read(1, 4, text="!") is not None
+    assert read(1, 4, text="!") is None
+    assert read(1, 4, ends=True).finish_reason is FinishReason.STOP
+    assert read(1, 4, ends=True) is None
+    assert read(0, 2, 9, ends=True) is not None
+    with pytest.raises(errors.ServerError, match="skipped 1 tokens"):
+        read(2, 3, 9)
+
+
+def test_a_stream_of_one_choice_is_taken_up_by_its_index_alone() -> None:
+    cursor = StreamCursor(choices=1)
+    cursor.accept(chunk_event(Chunk(0, (1, 2), "ab")))
+    assert cursor.resume_at() == (2, {})
+
+
 @pytest.mark.parametrize(
     ("kind", "contract"),
     [

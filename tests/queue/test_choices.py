@@ -92,7 +92,7 @@ async def test_all_chunks_of_a_step_go_in_or_none(queue: Queue) -> None:
 
 
 async def test_nothing_stays_behind(queue: Queue) -> None:
-    """D8: every output goes with its job, and none has a name that another job's could have."""
+    """D10: every output goes with its job, and none has a name that another job's could have."""
     keys = Keys("m")
     await submit(queue)
     job = await queue.claim_one()
@@ -114,7 +114,7 @@ async def test_a_new_job_does_not_inherit_another_ones_output(queue: Queue) -> N
 
 
 async def test_a_record_that_does_not_fit_its_spec_is_not_run(queue: Queue) -> None:
-    """D10."""
+    """D13."""
     await submit(queue, choices=2)
     assert await queue.claim() == []
     assert (await queue.store.get("t", "a")).state is JobState.DEAD

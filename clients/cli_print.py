@@ -1,0 +1,64 @@
+"""How batonctl prints jobs and streams: text or tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from batond.clients import cli_output, outcome
+from batond.clients.errors import CallCancelledError
+from batond.clients.model import Chunk, Finished, JobInfo
+
+if TYPE_CHECKING:
+    from batond.clients.stream import JobStream
+
+
+def console() -> Console:
+    """Where tables go."""
+    return Console(highlight=False, soft_wrap=False)
+
+
+def follow(stream: JobStream, *, as_json: bool) -> None:
+    """Prints a stream as it comes; raises if the job does not succeed.
+
+    As text, choice 0 is printed as it grows; other choices and log-probabilities follow at the end.
+    """
+    job: JobInfo | None = None
+    for event in stream:
+        if isinstance(event, Finished):
+            job = event.job
+        if as_json:
+            typer.echo(cli_output.to_json(event))
+        elif isinstance(event, Chunk) and event.choice == 0:
+            typer.echo(event.text, nl=False)
+            sys.stdout.flush()
+    if job is None:
+        raise CallCancelledError("the stream was closed before its end")
+    if not as_json:
+        typer.echo()
+        for choice in job.choices[1:]:
+            typer.echo(f"-- choice {choice.index}\n{choice.text}")
+        _show_logprobs(job)
+    outcome.succeeded(job)
+
+
+def show(job: JobInfo, *, as_json: bool) -> None:
+    """Prints a job."""
+    if as_json:
+        typer.echo(cli_output.to_json(job))
+        return
+    console().print(cli_output.job_table(job))
+    _show_logprobs(job)
+
+
+def brief(job: JobInfo, *, as_json: bool) -> None:
+    """Prints a job in one line."""
+    typer.echo(cli_output.to_json(job) if as_json else f"{job.job_id} {job.state}")
+
+
+def _show_logprobs(job: JobInfo) -> None:
+    if job.prompt_logprobs or job.logprobs or any(choice.logprobs for choice in job.choices):
+        console().print(cli_output.logprobs_table(job))
