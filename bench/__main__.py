@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
-from batond.bench import demo, families, model_support, models, soak, support_table, workloads
+from batond.bench import demo, families, model_support, models, soak, steps, support_table, workloads
 from batond.bench import engine as engine_bench
 from batond.daemon.errors import BatondError
 
@@ -48,6 +48,24 @@ def engine_command(
     console.print(engine_bench.report(results, requests))
     if output is not None:
         output.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+
+
+@app.command("steps")
+def steps_command(
+    model: Annotated[str, typer.Option(help='"tiny" (random), "small" (SmolLM2-135M), or a path.')] = "small",
+    short: Annotated[int, typer.Option(help="Tokens of a short row.")] = 16,
+    long: Annotated[int, typer.Option(help="Tokens of a long row.")] = 1024,
+    rounds: Annotated[int, typer.Option(help="Turns of each kind of batch.")] = 5,
+) -> None:
+    """Time a decode step on the ring and on padded tensors, rows of equal and of mixed lengths."""
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    with console.status(f"loading {model}"):
+        loaded = models.load(model)
+    cases = steps.mixes(short, long)
+    with console.status("measuring"):
+        steps.measure(loaded, cases, rounds)
+    console.print(steps.report(cases, f"{model}, {torch.get_num_threads()} threads"))
 
 
 @app.command("demo")

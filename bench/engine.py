@@ -75,7 +75,7 @@ def run(model: CausalModel, requests: Sequence[Request], mode: str, rows: int) -
         rows: Batch size.
     """
     options = {"ready_limit": rows, **MODES[mode]}
-    engine = LocalEngine(model, rows=rows, policy="fcfs", **options)
+    engine = LocalEngine(model, rows=rows, batch="padded", policy="fcfs", **options)
     ordered = sorted(requests, key=lambda r: len(r.prompt_token_ids)) if mode == "pd" else requests
     started_s = time.perf_counter()
     queries = [

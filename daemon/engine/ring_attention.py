@@ -26,7 +26,7 @@ RING_ATTENTION = "batond_ring"
 #: few launches of 10 us, at 16 KiB a column and 3 TB/s.
 _CALL_COLUMNS = {"cpu": 256, "cuda": 8192}
 
-_CALLS_OF_A_WRAPPED_ROW = 4  # Two products for the scores, two for the sum.
+_CALLS_OF_TWO_RANGES = 2  # Four products a row instead of one fused call.
 
 _local = threading.local()
 
@@ -46,7 +46,7 @@ class Run:
     Attributes:
         rows: Range [first, last) of rows.
         ranges: Column ranges [first, last) read, in the columns handed to the model, oldest first: those of
-            the longest row; two if a single row wraps, the whole ring if one of several does.
+            the longest row (two if it wraps), or the whole ring.
         seen: Which of those columns each row owns; bool, shape [rows, 1, 1, columns]. None: all.
     """
 
@@ -85,6 +85,7 @@ class RingWindow:
     def __init__(self, storage: torch.Tensor) -> None:
         self.capacity = storage.shape[1]
         self.device = storage.device
+        self._call_columns = _CALL_COLUMNS.get(storage.device.type, _CALL_COLUMNS["cpu"])
         self._storage_start = storage.untyped_storage().data_ptr()
         self.in_order = False
         self.cursor = 0
@@ -153,21 +154,29 @@ class RingWindow:
 
     def _cost(self, rows: tuple[int, int]) -> int:
         """What reading rows together costs, in columns of one row."""
+        return min(self._cost_of_ranges(rows), self._cost_of_ring(rows))
+
+    def _cost_of_ranges(self, rows: tuple[int, int]) -> int:
+        """The cost of reading the longest row's ranges: in one call, or row by row and range by range."""
         count, longest = rows[1] - rows[0], max(self.lengths[slice(*rows)])
-        call = _CALL_COLUMNS.get(self.device.type, _CALL_COLUMNS["cpu"])
-        if len(self.ranges(longest)) == 1:
-            return call + count * longest
-        return _CALLS_OF_A_WRAPPED_ROW * call + longest if count == 1 else call + count * self.capacity
+        calls = 1 if len(self.ranges(longest)) == 1 else _CALLS_OF_TWO_RANGES * count
+        return calls * self._call_columns + count * longest
+
+    def _cost_of_ring(self, rows: tuple[int, int]) -> int:
+        """The cost of reading all columns in one call."""
+        return self._call_columns + (rows[1] - rows[0]) * self.size
 
     def _run(self, rows: tuple[int, int]) -> Run:
         lengths = self.lengths[slice(*rows)]
         ranges = self.ranges(max(lengths))
-        if len(lengths) > 1 and len(ranges) > 1:
-            ranges = ((0, self.capacity),)
-        if len(lengths) == 1 or (min(lengths) == max(lengths) and ranges != ((0, self.capacity),)):
+        if self._cost_of_ring(rows) < self._cost_of_ranges(rows):
+            ranges = ((0, self.size),)
+        columns = sum(last - first for first, last in ranges)
+        if min(lengths) == columns:
             return Run(rows, ranges, None)
-        (first, last), newest = ranges[0], self.cursor if self.rotated else self.size - 1
-        age = (newest - torch.arange(first, last, device=self.device)) % self.capacity
+        places = torch.cat([torch.arange(first, last, device=self.device) for first, last in ranges])
+        newest = self.cursor if self.rotated else self.size - 1
+        age = (newest - places) % self.capacity
         seen = age[None] < torch.tensor(lengths, device=self.device)[:, None]
         return Run(rows, ranges, seen[:, None, None])
 
@@ -237,14 +246,14 @@ def ring_attention(  # noqa: PLR0917 - the interface's signature
         ],
         masked=attention_mask is not None,
     )
-    out = query.new_empty(rows, 1, heads, value.shape[-1])
+    parts = []
     for run in window.runs:
-        first, last = run.rows
-        keys = [key[first:last, :, slice(*columns)] for columns in run.ranges]
-        values = [value[first:last, :, slice(*columns)] for columns in run.ranges]
-        part = call.attend(run, grouped[first:last], keys, values)
-        out[first:last] = part.reshape(last - first, 1, heads, -1)
-    return out, None
+        mine = slice(*run.rows)
+        keys = [key[mine, :, first:last] for first, last in run.ranges]
+        values = [value[mine, :, first:last] for first, last in run.ranges]
+        parts.append(call.attend(run, grouped[mine], keys, values))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.reshape(rows, 1, heads, -1), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +294,8 @@ class _Call:
         if len(keys) == 1 and self.softcap is None and self.sinks is None and len(biases) < 2:  # noqa: PLR2004
             bias = biases[0] if biases else None
             return scaled_dot_product_attention(query, keys[0], values[0], attn_mask=bias, scale=self.scale)
-        scores = torch.cat([query @ part.transpose(-1, -2) for part in keys], dim=-1) * self.scale
+        parts = [_by_row(query, part.transpose(-1, -2)) for part in keys]
+        scores = torch.cat(parts, dim=-1) * self.scale
         if self.softcap is not None:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         for bias in biases:
@@ -295,13 +305,14 @@ class _Call:
             sinks = self.sinks.to(scores.dtype).view(1, query.shape[1], query.shape[2], 1)
             scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
         weights = scores.float().softmax(dim=-1).to(query.dtype)[..., :columns]
-        out, done = None, 0
-        for part in values:
-            weighed = weights[..., done : done + part.shape[2]] @ part
-            out, done = weighed if out is None else out + weighed, done + part.shape[2]
-        if out is None:
-            raise RuntimeError("a run reads at least one range")
-        return out
+        sizes = [part.shape[2] for part in values]
+        parts = [_by_row(*pair) for pair in zip(weights.split(sizes, dim=-1), values, strict=True)]
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+
+def _by_row(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left @ right` over [rows, heads, ...]; all rows at once would copy `right`, a view on the ring."""
+    return torch.stack([torch.bmm(*pair) for pair in zip(left, right, strict=True)])
 
 
 def _by_group(bias: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
