@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from batond.daemon.engine.admission import Admission
 from batond.daemon.engine.build import choose_batch
+from batond.daemon.engine.extension import extends_exactly
 from batond.daemon.engine.lifecycle import Lifecycle
 from batond.daemon.engine.model import CausalModel, load_model
 from batond.daemon.engine.packing import find_packer
@@ -174,13 +175,7 @@ class LocalEngine:
         store = ParkedStore(pool, copier_for(self.model.device), poison=poison)
         if session_bytes is None:
             session_bytes = host_pool_bytes // DEFAULT_SHARE
-        extensible = serving.chunkable and not serving.replay_by_step
-        self.keeps_sessions = (
-            session_bytes > 0
-            and extensible
-            and not self._inline
-            and serving.preemption_mode == ParkMode.OFFLOAD.value
-        )
+        self.keeps_sessions = session_bytes > 0 and self._extends_slices(serving)
         counters: Counter[str] = Counter()
         self.residency = Residency(
             serving.batch,
@@ -231,6 +226,15 @@ class LocalEngine:
             return None
         return find_packer(
             self.model, serving.batch.layout, serving.new_prefill_batch, most_tokens=self._chunk_tokens
+        )
+
+    def _extends_slices(self, serving: Serving) -> bool:
+        """Whether a finished turn's slice may be extended by the prompt of the next."""
+        if self._inline or not serving.chunkable or serving.preemption_mode != ParkMode.OFFLOAD.value:
+            return False
+        prompts = serving.new_prefill_batch
+        return not serving.replay_by_step and extends_exactly(
+            self.model, serving.batch, prompts, self.max_query_tokens
         )
 
     # -- what callers do ------------------------------------------------------------------------------
@@ -395,6 +399,7 @@ class LocalEngine:
         """Cancel what lives and give host memory back; the engine can't be used afterwards."""
         for query in list(self.queries.values()):
             self.cancel(query)
+        self.residency.sessions.clear()
         self.residency.store.close()
         self.residency.store.pool.close()
 

@@ -227,6 +227,11 @@ class Sessions:
         while self._kept and next(iter(self._kept.values())).used_s < oldest:
             self._evict()
 
+    def clear(self) -> None:
+        """Drop everything."""
+        for key in list(self._kept):
+            self._drop(key)
+
     def check_integrity(self) -> None:
         """Raise AssertionError where sessions, their bound and the store contradict each other."""
         held = {kept.owner_id: self._store.parked_bytes(kept.owner_id) for kept in self._kept.values()}
