@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS = 60  # Beyond the windows and selections of tiny models, and cheap for large ones.
 _FEWEST_TOKENS = 6
+#: A model that selects tokens by score finds equal scores where tokens repeat, as answers do; what it selects
+#: then may depend on how many are computed together.
+_PERIOD = 7
 
 
 def extends_exactly(
@@ -50,7 +53,9 @@ def _extension_error(
     count = min(_MOST_TOKENS, most_tokens)
     if count < _FEWEST_TOKENS:
         return float("inf")
-    tokens = [(3 + 7 * place + place * place) % model.vocab_size for place in range(count)]
+    varied = range(count // 4)
+    places = [*varied, *(place % _PERIOD for place in range(count - len(varied)))]
+    tokens = [(3 + 7 * place + place * place) % model.vocab_size for place in places]
     prompt_tokens, kept_tokens = count // 2, count * 2 // 3
     kept = _decoded(batch, new_prompt_batch, tokens[:kept_tokens], prompt_tokens)
     slices = [kept]
