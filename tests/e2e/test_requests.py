@@ -29,6 +29,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": [1], "sla_class": "gold"}, "gold"),
     ({"messages": [{"role": "wizard", "content": "hi"}]}, "role"),
     ({"token_ids": [1, 2], "stop": [""]}, "stop"),
+    ({"token_ids": [1, 2], "logprobs": 21}, "logprobs"),
+    ({"token_ids": [1, 2], "prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"token_ids": [1, 2], "regex": "(a"}, "regex"),
+    ({"token_ids": [1, 2], "grammar": "root ::= missing"}, "grammar"),
+    ({"token_ids": [1, 2], "json_schema": '{"type": "nope"}'}, "json_schema"),
 ]
 
 
