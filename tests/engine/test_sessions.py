@@ -50,14 +50,16 @@ def kind_of(make_family: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda kind: hybrid(kind) if kind == HYBRID else make_family(kind)
 
 
-@pytest.fixture
-def cold(make_engine: MakeEngine) -> Callable[..., Query]:
+@pytest.fixture(scope="session")
+def cold() -> Callable[..., Query]:
     """The turn as an engine computes it that has never seen a session."""
-    engines: dict[int, LocalEngine] = {}
+
+    @functools.cache
+    def engine_of(model: Any) -> LocalEngine:
+        return LocalEngine(model, rows=2, session_bytes=0)
 
     def run(model: Any, prompt: Sequence[int], sampling: SamplingParams = ANSWER, **options: Any) -> Query:
-        engine = engines.get(id(model)) or make_engine(model, rows=2, session_bytes=0)
-        engines[id(model)] = engine
+        engine = engine_of(model)
         query = engine.submit(prompt, sampling, **options)
         engine.run_until_idle()
         assert query.cached_prompt_tokens == 0
@@ -424,12 +426,13 @@ def test_a_turn_that_does_not_finish_leaves_the_session_as_it_was(
     assert engine.residency.store.pool.used_bytes == kept.nbytes
 
 
-def test_1000_cycles_of_turns_leak_nothing(llama: Any, make_engine: MakeEngine) -> None:
-    """R8: finished, cancelled and handed back, parked and not, over a pool that is too small for all."""
+def test_1000_cycles_of_turns_leak_nothing(llama: Any, cold: Run, make_engine: MakeEngine) -> None:
+    """R8, R2: finished, cancelled and handed back, parked and not, over a pool that is too small for all."""
     chance = random.Random(3)
     engine = make_engine(llama, rows=3, chunk_tokens=8, host_pool_bytes=384 * 150, session_bytes=384 * 100)
     histories: dict[str, list[int]] = {}
     live: list[tuple[str, Query]] = []
+    reused: list[Query] = []
     for _ in range(1000):
         name = f"s{chance.randrange(8)}"
         history = histories.get(name) or opening(chance.randrange(1, 12), chance.randrange(3, 90))
@@ -447,6 +450,7 @@ def test_1000_cycles_of_turns_leak_nothing(llama: Any, make_engine: MakeEngine) 
             elif query.live and chance.random() < 0.1:
                 engine.cancel(query) if chance.random() < 0.5 else engine.forget(query)
         histories |= {n: [*q.prompt_token_ids, *q.output_token_ids] for n, q in live if not q.live}
+        reused += [q for _, q in live if q.state is QueryState.FINISHED and q.cached_prompt_tokens]
         live = [(n, q) for n, q in live if q.live]
         engine.check_integrity()
     engine.run_until_idle()
@@ -455,6 +459,9 @@ def test_1000_cycles_of_turns_leak_nothing(llama: Any, make_engine: MakeEngine) 
     assert engine.residency.store.pool.used_bytes == sessions.nbytes > 0
     for counter in ("session_hits", "sessions_evicted", "queries_cancelled", "parks"):
         assert engine.counters[counter] > 20
+    for query in chance.sample(reused, 80):
+        alone = cold(llama, query.prompt_token_ids, query.sampling)
+        assert query.output_token_ids == alone.output_token_ids
     engine.close()
     assert engine.residency.store.pool.used_bytes == 0
     engine.check_integrity()
@@ -486,6 +493,18 @@ def test_a_model_without_a_cache_keeps_none(make_engine: MakeEngine) -> None:
     engine = make_engine(tiny_model("openai-gpt"), rows=2)
     assert engine.preemption_mode == "recompute"
     assert not engine.keeps_sessions
+    turn(engine, opening(6))
+    assert engine.residency.store.pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("family", ["doge", "mamba"])
+def test_a_model_whose_slices_can_not_be_extended_exactly_keeps_none(
+    make_engine: MakeEngine, family: str
+) -> None:
+    """Selection among equal scores, as repeated tokens have them; state that chunks would change."""
+    engine = make_engine(tiny_model(family), rows=2)
+    assert not engine.keeps_sessions
+    assert not engine.residency.batch.columns, "the question left its row"
     turn(engine, opening(6))
     assert engine.residency.store.pool.used_bytes == 0
 
