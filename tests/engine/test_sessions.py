@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from batond.bench.families import make_family as tiny_model
 from batond.daemon.engine import LocalEngine, SamplingParams
 from batond.daemon.engine.layout import RecordLayout, Slot
+from batond.daemon.engine.process import EngineProcess
 from batond.daemon.engine.sessions import SessionKey, Sessions, reusable_tokens
 from batond.daemon.errors import ConfigError, InvalidRequestError
 from batond.daemon.scheduler.planner import PlannerLimits
-from batond.daemon.wire.messages import QueryState
+from batond.daemon.wire.messages import Finished, QueryState, Submit
 from batond.offload.copies import InlineCopier
 from batond.offload.pool import HostPool
 from batond.offload.slice import KVSlice
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from batond.daemon.engine.query import Query
+    from batond.daemon.wire.channel import EngineChannel
 
     MakeEngine = Callable[..., LocalEngine]
     Run = Callable[..., Query]
@@ -715,3 +717,26 @@ def test_bounds_hold_and_what_is_loaded_is_what_was_kept(turns: list[tuple[int, 
                 assert torch.equal(loaded.tokens, body)
     store.close()
     store.pool.close()
+
+
+def test_the_engine_process_hands_sessions_on_and_shows_them(llama: Any, make_engine: MakeEngine) -> None:
+    engine = make_engine(llama)
+    process = EngineProcess(engine, cast("EngineChannel", None))
+    for number, session_id in enumerate(("chat", "chat", "")):
+        process._apply(
+            Submit(
+                query_id=f"q{number}",
+                tenant="a",
+                sla_class="standard",
+                prompt_token_ids=opening(20),
+                sampling=ANSWER,
+                seed=1,
+                session_id=session_id,
+            )
+        )
+        engine.run_until_idle()
+    usages = [event.usage for event in process._events if isinstance(event, Finished)]
+    assert [usage.cached_prompt_tokens for usage in usages] == [0, 19, 0]
+    shot = engine.snapshot()
+    assert (shot.sessions, shot.session_bytes) == (1, 29 * 384)
+    assert (shot.counters["session_hits"], shot.counters["session_tokens_reused"]) == (1, 19)
