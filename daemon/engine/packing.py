@@ -75,7 +75,8 @@ class Packer:
         self.most_tokens = min(
             max(most_tokens, LEAST_PACK_TOKENS), MOST_PACK_TOKENS, model.max_context_tokens
         )
-        self.most_prompt_tokens = min(self.most_tokens, _narrowest_window(model) or self.most_tokens)
+        half = self.most_tokens // 2  # A longer prompt fills a forward well enough alone.
+        self.most_prompt_tokens = min(half, _narrowest_window(model) or half)
         self._model = model
         self._layout = layout
         self._sparing = sparing
