@@ -75,7 +75,7 @@ def _row(row: RowSnapshot) -> list[RenderableType]:
         return [str(row.row), "", "", "", Text("idle", "dim")]
     return [
         str(row.row),
-        Text(row.job_id),
+        Text(_name(row)),
         Text(row.tenant),
         Text(row.sla_class, _class_style(row.sla_class)),
         str(QueryState.RUNNING),
@@ -91,7 +91,7 @@ def _query(query: QuerySnapshot) -> list[RenderableType]:
         state = f"{state} {query.prefilled_tokens}/{query.prompt_tokens}"
     return [
         "",
-        Text(query.job_id),
+        Text(_name(query)),
         Text(query.tenant),
         Text(query.sla_class, _class_style(query.sla_class)),
         Text(state, STATE_STYLES.get(query.state, "")),
@@ -99,6 +99,10 @@ def _query(query: QuerySnapshot) -> list[RenderableType]:
         _mebibytes(query.parked_bytes) if query.parked_bytes else "",
         _tokens(query.output_tokens, query.max_tokens),
     ]
+
+
+def _name(owner: RowSnapshot | QuerySnapshot) -> str:
+    return f"{owner.job_id}#{owner.choice}" if owner.choice else owner.job_id
 
 
 def _footer(snapshot: BatchSnapshot) -> RenderableType:

@@ -324,6 +324,7 @@ def test_the_batch_is_drawn() -> None:
     )
     parked = QuerySnapshot(
         job_id="p1",
+        choice=2,
         tenant="shop",
         sla_class="batch",
         state=QueryState.PARKED,
@@ -355,7 +356,7 @@ def test_the_batch_is_drawn() -> None:
     assert "━━━━━━━━┄┄┄┄┄┄┄┄ 48/96" in row
     assert any("idle" in line for line in lines)
     (line,) = [line for line in lines if "p1" in line]
-    for part in ("shop", "parked (held)", "3", "5.0 MiB", "9"):
+    for part in ("p1#2", "shop", "parked (held)", "3", "5.0 MiB", "9"):
         assert part in line
     assert "prefilling 32/100" in drawn
     assert "5.0 MiB of 256.0 MiB" in drawn

@@ -93,6 +93,28 @@ def test_a_watch_starts_where_it_is_told(daemon: Any, client: Any) -> None:
     assert daemon.calls[-1][1].from_token_index == 3
 
 
+def test_a_watch_starts_where_it_is_told_for_a_choice(daemon: Any, client: Any) -> None:
+    """C4: and goes on from there when it breaks, whether or not it has seen the other choices."""
+    client.submit("x", job_id="j")
+    daemon.breaks = [5]
+    stream = client.watch("j", 1, choice_from_token_indexes={0: 3})
+    events = [event for event in stream if isinstance(event, Chunk)]
+    assert events[0].first_token_index == 3
+    asked = [request for name, request in daemon.calls if name == "WatchJob"]
+    assert [request.from_token_index for request in asked] == [1, 1]
+    assert [dict(request.choice_from_token_indexes) for request in asked] == [{0: 3}, {0: 6}]
+    assert stream.next_token_indexes == {0: 7}
+
+
+def test_a_generation_of_several_is_taken_up_in_each(daemon: Any, client: Any) -> None:
+    daemon.breaks = [4]
+    with client.generate("x", n=3) as stream:
+        list(stream)
+    again = daemon.calls[-1][1]
+    assert again.from_token_index == 0
+    assert dict(again.choice_from_token_indexes) == {0: 3, 1: 0, 2: 0}
+
+
 def test_a_restarted_daemon_goes_on(daemon: Any, connect: Any, chunks: list[tuple[list[int], str]]) -> None:
     """D3: the connection itself is lost in the middle of a generation."""
     client = connect(retry=RetryPolicy(attempts=4, stream_attempts=200, base_s=0.05, cap_s=0.1))

@@ -101,7 +101,7 @@ def test_closed_streams_cancel_exactly_their_jobs(
     daemon = start_daemon(engine={"rows": 1, "ready_limit": 0})
     daemon.wait_ready()
     with daemon.client("red") as red, daemon.operator() as operator:
-        blocker = red.generate(token_ids=[1, 2], max_tokens=2000, ignore_eos=True, sla_class="interactive")
+        blocker = red.generate(token_ids=[1, 2], max_tokens=4000, ignore_eos=True, sla_class="interactive")
         after_tokens(blocker, 1)
         streams = [
             red.generate(token_ids=[3, 4, 5, place], max_tokens=3, ignore_eos=True, sla_class="batch")
@@ -113,7 +113,7 @@ def test_closed_streams_cancel_exactly_their_jobs(
             stream.close()
         for stream in streams[::2]:
             assert red.wait(stream.job_id).state is JobState.CANCELLED
-        assert blocker.last_job().output_tokens == 2000
+        assert blocker.last_job().output_tokens == 4000
         for stream in streams[1::2]:
             assert stream.last_job().output_tokens == 3
         snapshots = operator.watch_batch()
