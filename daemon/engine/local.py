@@ -149,8 +149,10 @@ class LocalEngine:
         self._ready_limit = 0 if self._inline else ready_limit
         self._kv_budget_bytes = kv_budget_bytes
         self.classes = classes or SlaClasses()
-        if self._inline and batch == "auto":
-            batch = "padded"  # A ring takes one token a row and step.
+        if self._inline and batch == "ring":
+            raise ConfigError("a ring takes one token a row and step: inline prefill needs the padded batch")
+        if self._inline:
+            batch = "padded"
         serving = choose_batch(
             batch, self.model, rows, max_query_tokens=max_query_tokens, one_at_a_time=one_at_a_time
         )

@@ -33,6 +33,7 @@ MODEL_ERRORS = (
     NotImplementedError,
 )
 _PROMPT_TOKENS = (5, 13, 1)  # The query under test, a longer mate, and the shortest: all embedding cases.
+_PERIOD = 7  # Of the longer mate's tokens: what repeats scores equally, which a selection may tell apart.
 _STEPS = 12
 LONGEST_WINDOW_TOKENS = 512  # A wider window is too dear to be crossed at every start.
 _RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -87,10 +88,10 @@ def references(model: CausalModel) -> References:
         long = max(long, model.window_tokens + 4)
     room = model.max_context_tokens - _STEPS - 1
     found = tuple(
-        _generate(model, min(length, room), stride)
-        for length, stride in ((short, 7), (long, 11), (shortest, 5))
+        _generate(model, min(length, room), stride, period)
+        for length, stride, period in ((short, 7, short), (long, 11, _PERIOD), (shortest, 5, 1))
     )
-    again = _generate(model, shortest, 5)
+    again = _generate(model, shortest, 5, 1)
     if not torch.equal(again.logits, found[2].logits) and not torch.allclose(
         again.logits, found[2].logits, rtol=tolerance(model), atol=tolerance(model)
     ):
@@ -215,8 +216,9 @@ def _nan_first(error: float) -> float:
     return error if error == error else float("inf")  # noqa: PLR0124 - NaN alone differs from itself
 
 
-def _generate(model: CausalModel, prompt_tokens: int, stride: int) -> Reference:
-    prompt = [(3 + stride * place + place * place) % model.vocab_size for place in range(prompt_tokens)]
+def _generate(model: CausalModel, prompt_tokens: int, stride: int, period: int) -> Reference:
+    places = [place % period for place in range(prompt_tokens)]
+    prompt = [(3 + stride * place + place * place) % model.vocab_size for place in places]
     ids = torch.tensor([prompt], device=model.device)
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),

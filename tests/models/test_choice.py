@@ -14,7 +14,7 @@ from batond.daemon.engine import LocalEngine, SamplingParams
 from batond.daemon.engine.build import choose_batch, probe_layout
 from batond.daemon.engine.model import CausalModel
 from batond.daemon.engine.padded import PaddedBatch
-from batond.daemon.engine.probe import references, shared_error, tolerance
+from batond.daemon.engine.probe import Way, references, shared_error, tolerance
 from batond.daemon.engine.recipe import MaskForm
 from batond.daemon.errors import RequestTooLargeError, UnsupportedModelError
 
@@ -164,7 +164,9 @@ def test_a_selection_that_only_begins_far_away_is_seen() -> None:
     model = CausalModel(make_family("glm_moe_dsa", index_n_heads=2, index_topk=64), "cpu")
     layout = probe_layout(model)
     queries = references(model)
-    near = shared_error(lambda rows: PaddedBatch(model, rows, layout), queries)
+    near = shared_error(
+        Way(lambda rows: PaddedBatch(model, rows, layout), lambda: PaddedBatch(model, 1, layout)), queries
+    )
     assert near <= tolerance(model)
     with pytest.raises(UnsupportedModelError, match=r"behind \d+ tokens.*scores are equal"):
         LocalEngine(model, rows=3, batch="padded")
