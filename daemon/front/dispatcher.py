@@ -374,7 +374,7 @@ class Dispatcher:
             if isinstance(event, Preempted):
                 self._metrics.preemptions.labels(event.cause, "kept" if event.kept else "dropped").inc()
             held = self._held.get(ref_of(event.query_id))
-            if held is not None and not held.ended and event.query_id in held.query_ids:
+            if held is not None and held.runs(event.query_id):
                 by_job[held.ref].append(event)
         steps = [self._held[ref].digest(events) for ref, events in by_job.items()]
         if steps:

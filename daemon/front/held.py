@@ -128,6 +128,10 @@ class HeldJob:
         name = f"{self.ref}@{self.claimed.record.epoch}"
         return f"{name}#{choice}" if choice else name
 
+    def runs(self, query_id: str) -> bool:
+        """Whether a query is one of this claim's, and its events still count."""
+        return not self.ended and query_id == self.query_id(choice_of(query_id))
+
     def submits(self, waited_s: float) -> list[Submit]:
         """The commands that start its choices, or let them go on after the tokens they have."""
         spec = self.claimed.spec

@@ -202,8 +202,7 @@ class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
         tenant: With `job_id`, whose it is.
         job_id: See `tenant`.
         epoch: Of the claim under which this was computed.
-        chunks: Output, at most one chunk a choice; each at its index, so that a replay does nothing. All of
-            them are committed, or none.
+        chunks: Output, at most one a choice, each at its index: a replay does nothing; all go in or none.
         state: RUNNING or PARKED, or SUCCEEDED, CANCELLED, FAILED: then the chunks and the end are one.
         prompt_tokens: As counted by the engine.
         preemptions: Over all claims: those of `ClaimedJob.record` plus this claim's.

@@ -66,6 +66,15 @@ def test_each_choice_is_a_query_with_a_seed_of_its_own(hold: Hold) -> None:
     assert len({command.query_id for command in commands}) == 3
 
 
+def test_a_former_claims_late_tokens_do_not_count(hold: Hold) -> None:
+    """D2."""
+    now, before = hold(n=2, epoch=12), hold(n=2, epoch=1)
+    assert [now.runs(query_id) for query_id in now.query_ids] == [True, True]
+    assert not any(now.runs(query_id) for query_id in before.query_ids)
+    now.ended = True
+    assert not any(now.runs(query_id) for query_id in now.query_ids)
+
+
 def test_the_first_choice_is_the_job_of_one(hold: Hold) -> None:
     """What n adds changes nothing of what is there without it."""
     assert hold(n=4, temperature=1.0).submits(0.0)[0] == hold(temperature=1.0).submits(0.0)[0]
