@@ -26,7 +26,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._token_ids: list[int] = []
-        self._decoded_chars = 0
+        self._decoded = ""
+        self._decoded_tokens = 0  # Those behind them have given no text yet.
         self._filter = StopFilter(stop)
 
     @property
@@ -41,16 +42,23 @@ class TextStream:
         """
         self._token_ids.append(token_id)
         piece = self._decoder.step(self._tokenizer, token_id) or ""
-        self._decoded_chars += len(piece)
+        if piece:
+            self._decoded += piece
+            self._decoded_tokens = len(self._token_ids)
         return self._filter.push(piece) if may_stop else piece
 
     def flush(self) -> str:
         """Return what is still held back: the last token of the query was pushed.
 
-        Bytes that never became a character come out as the full decode shows them (U+FFFD).
+        Bytes that never became a character come out as the full decode shows them (U+FFFD). Decoders with
+        byte fallback take back whole characters before such bytes; what was given out stays.
         """
         whole: str = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
-        return self._filter.push(whole[self._decoded_chars :]) + self._filter.flush()
+        if whole.startswith(self._decoded):
+            tail = whole[len(self._decoded) :]
+        else:
+            tail = self._tokenizer.decode(self._token_ids[self._decoded_tokens :], skip_special_tokens=True)
+        return self._filter.push(tail) + self._filter.flush()
 
 
 class StopFilter:
