@@ -21,8 +21,10 @@ from batond.daemon.engine.padded import PaddedBatch
 from batond.daemon.engine.probe import (
     LONGEST_WINDOW_TOKENS,
     MODEL_ERRORS,
+    SHARED_ROWS,
     Way,
     alone_error,
+    alone_references,
     chunk_error,
     first_line,
     references,
@@ -99,6 +101,7 @@ def choose_batch(
     *,
     max_query_tokens: int | None = None,
     one_at_a_time: bool = False,
+    deterministic: bool = False,
 ) -> Serving:
     """Find a way to serve the model exactly.
 
@@ -109,6 +112,7 @@ def choose_batch(
         max_query_tokens: Most tokens of a query, which are the columns of a ring; None is as many as the
             model's context has and as fit into memory.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
+        deterministic: No bit of a query may depend on its mates.
 
     Raises:
         ConfigError: The kind is unknown, or the ring doesn't fit into memory.
@@ -116,24 +120,34 @@ def choose_batch(
     """
     if kind not in {"auto", "padded", "ring"}:
         raise ConfigError(f'batch must be "auto", "padded" or "ring", not {kind!r}', batch=kind)
-    trial = _Trial(model)
+    trial = _Trial(model, deterministic=deterministic, rows=rows)
     ways = [_shared(trial, kind, rows, max_query_tokens)]
-    if one_at_a_time and kind != "ring":
+    if one_at_a_time and kind != "ring" and not deterministic:
         ways.append(_alone(trial))
     for serving in itertools.chain(*ways):
         return serving
-    why = trial.why if kind != "ring" else trial.ring_reason or trial.why
-    advice = "" if one_at_a_time else "; allow one_at_a_time to try it in a batch of one row"
+    raise UnsupportedModelError(_refusal(trial, kind, one_at_a_time=one_at_a_time), model=model.name)
+
+
+def _refusal(trial: _Trial, kind: str, *, one_at_a_time: bool) -> str:
+    """Why no way was found, and what to try."""
+    if trial.deterministic:
+        why = trial.ring_reason or trial.why
+        return f"the model can't be served deterministically: {why}; without, it may be served exactly"
     if kind == "ring":
-        advice = '; "auto" serves it another way if one is exact'
-    raise UnsupportedModelError(f"no batch serves this model exactly: {why}{advice}", model=model.name)
+        why = trial.ring_reason or trial.why
+        return f'no ring serves this model exactly: {why}; "auto" serves it another way if one is exact'
+    advice = "" if one_at_a_time else "; allow one_at_a_time to try it in a batch of one row"
+    return f"no batch serves this model exactly: {trial.why}{advice}"
 
 
 class _Trial:
     """Tries ways to serve a model and remembers why some failed."""
 
-    def __init__(self, model: CausalModel) -> None:
+    def __init__(self, model: CausalModel, *, deterministic: bool, rows: int) -> None:
         self.model = model
+        self.deterministic = deterministic
+        self._rows = rows
         self.reasons: list[str] = []
         self.ring_reason = ""
         self._queries = references(model)
@@ -190,6 +204,23 @@ class _Trial:
         tokens = far_tokens(self.model, layout)
         return self.error(question, way, f"{what}, behind {tokens} tokens") is not None
 
+    def same_bits(self, way: Way, what: str) -> bool:
+        """Whether mates, parks and rows change no bit, where that is asked for.
+
+        The number of rows is that of the batch to be built (three at least): kernels are chosen by it.
+        """
+        if not self.deterministic:
+            return True
+        rows = max(self._rows, SHARED_ROWS)
+        fixed = Way(lambda _: way.batch(rows), way.prompt)
+        alone = alone_references(fixed, self._queries)
+        found = shared_error(fixed, alone)
+        if found:
+            self.reasons.append(
+                f"{what}: not deterministic: mates or another row change logits by {found:.1e}"
+            )
+        return not found
+
     def recipes(self) -> Iterator[tuple[str, RecordLayout, Way]]:
         """Every recipe that runs, set on the model: its name, the cache's layout, the batch that uses it."""
         if not self.model.takes_cache:
@@ -224,15 +255,15 @@ def _shared(trial: _Trial, kind: str, rows: int, max_query_tokens: int | None) -
                 if kind == "ring":
                     raise
                 trial.ring_reason = refusal.message
-        if kind == "ring":
-            continue
+        if kind == "ring" or (trial.deterministic and layout.token_slots):
+            continue  # Padding is as wide as the longest mate: so are the shapes.
         error = trial.error(shared_error, way, name)
-        if error is not None and trial.far_holds(layout, way, name):
+        if error is not None and trial.far_holds(layout, way, name) and trial.same_bits(way, name):
             reason = f"{name}: {_BESIDE} {error:.1e} of generate's"
             if trial.ring_reason and kind == "auto":
                 reason += f"; not a ring: {trial.ring_reason}"
             yield _cached(trial, way, rows, reason)
-    if not trial.model.takes_cache and kind != "ring":
+    if not trial.model.takes_cache and kind != "ring" and not trial.deterministic:
         trial.model.recipe = Recipe()
         way = _uncached_way(trial.model, shared=True)
         error = trial.error(shared_error, way, "without a cache")
@@ -247,7 +278,7 @@ def _ring(
     error = _ring_error(trial, layout, padded)
     if error is not None:
         arena = plan_arena(trial.model, layout, rows, max_query_tokens)
-        way = _ring_way(trial.model, layout, arena.columns, padded)
+        way = _ring_way(trial, layout, arena.columns, padded)
         reason = f"ring: {_BESIDE} {error:.1e} of generate's{arena.remark}"
         yield _cached(trial, way, rows, reason, capacity=arena.columns)
 
@@ -262,12 +293,16 @@ def _ring_error(trial: _Trial, layout: RecordLayout, padded: Way) -> float | Non
         trial.ring_reason = "the model makes its cache itself"
         return None
     kept, trial.reasons = trial.reasons, []
-    near = _ring_way(model, layout, trial.longest_query_tokens, padded)
+    near = _ring_way(trial, layout, trial.longest_query_tokens, padded)
     error = trial.error(shared_error, near, "ring")
     if error is not None:
-        far = _ring_way(model, layout, far_tokens(model, layout) + FAR_SPARE_COLUMNS, padded)
-        if not (trial.windows_hold(layout, far, "ring") and trial.far_holds(layout, far, "ring")):
-            error = None
+        far = _ring_way(trial, layout, far_tokens(model, layout) + FAR_SPARE_COLUMNS, padded)
+        holds = (
+            trial.windows_hold(layout, far, "ring")
+            and trial.far_holds(layout, far, "ring")
+            and trial.same_bits(near, "ring")
+        )
+        error = error if holds else None
     trial.ring_reason, trial.reasons = trial.why, kept
     return error
 
@@ -299,7 +334,7 @@ def _cached(trial: _Trial, way: Way, rows: int, reason: str, *, capacity: int | 
         way.prompt,
         reason,
         chunkable=chunkable,
-        replay_by_step=alone or not trial.holds(replay_error, way),
+        replay_by_step=alone or trial.deterministic or not trial.holds(replay_error, way),
         capacity=capacity,
     )
 
@@ -312,9 +347,12 @@ def _padded_way(model: CausalModel, layout: RecordLayout) -> Way:
     return Way(lambda rows: PaddedBatch(model, rows, layout), lambda: PaddedBatch(model, 1, layout))
 
 
-def _ring_way(model: CausalModel, layout: RecordLayout, columns: int, padded: Way) -> Way:
+def _ring_way(trial: _Trial, layout: RecordLayout, columns: int, padded: Way) -> Way:
     """Decode on a ring; prompts are computed as for the padded batch, with the model's own attention."""
-    return Way(lambda rows: RingBatch(model, rows, layout, columns), padded.prompt)
+    return Way(
+        lambda rows: RingBatch(trial.model, rows, layout, columns, row_by_row=trial.deterministic),
+        padded.prompt,
+    )
 
 
 def _uncached_way(model: CausalModel, *, shared: bool) -> Way:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from batond.daemon.engine.admission import Admission
 from batond.daemon.engine.build import choose_batch
+from batond.daemon.engine.decode import Decode
 from batond.daemon.engine.extension import extends_exactly
 from batond.daemon.engine.lifecycle import Lifecycle
 from batond.daemon.engine.model import CausalModel, load_model
@@ -33,7 +34,7 @@ from batond.daemon.engine.sessions import (
     Sessions,
 )
 from batond.daemon.engine.text import TextStream
-from batond.daemon.engine.view import batch_view, query_view, snapshot
+from batond.daemon.engine.view import batch_view, snapshot
 from batond.daemon.errors import (
     ConfigError,
     InvalidRequestError,
@@ -84,6 +85,9 @@ class LocalEngine:
         kv_budget_bytes: Bytes of KV the batch may hold; None is no bound.
         classes: SLA classes; None takes the defaults.
         limits: Quantum and park cap; None takes the defaults.
+        deterministic: Give a query the same bits whatever the load is: no kernel's shape depends on mates. In
+            half precision rounding differs with the shape, and now and then a token with it. Costs attention
+            over several rows at once, packed prompts and sessions; refused where a probe finds other bits.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
         session_bytes: Most bytes of the host pool for slices of finished turns, which give way to parked
             queries; None is a quarter of the pool, 0 keeps none.
@@ -123,6 +127,7 @@ class LocalEngine:
         classes: SlaClasses | None = None,
         limits: PlannerLimits | None = None,
         one_at_a_time: bool = False,
+        deterministic: bool = False,
         session_bytes: int | None = None,
         session_ttl_s: float = DEFAULT_TTL_S,
         poison: bool = False,
@@ -141,6 +146,7 @@ class LocalEngine:
             tokenizer = loaded if tokenizer is None else tokenizer
         self.model = model if isinstance(model, CausalModel) else CausalModel(model, device)
         self.rows = rows
+        self.deterministic = deterministic
         context = self.model.max_context_tokens
         self.max_query_tokens = min(max_query_tokens or context, context)
         self._inline = prefill == "inline"
@@ -149,12 +155,20 @@ class LocalEngine:
         self._ready_limit = 0 if self._inline else ready_limit
         self._kv_budget_bytes = kv_budget_bytes
         self.classes = classes or SlaClasses()
-        if self._inline and batch == "ring":
-            raise ConfigError("a ring takes one token a row and step: inline prefill needs the padded batch")
+        if self._inline and (batch == "ring" or deterministic):
+            raise ConfigError(
+                "a ring takes one token a row and step: inline prefill needs the padded batch,"
+                " which is not deterministic"
+            )
         if self._inline:
             batch = "padded"
         serving = choose_batch(
-            batch, self.model, rows, max_query_tokens=max_query_tokens, one_at_a_time=one_at_a_time
+            batch,
+            self.model,
+            rows,
+            max_query_tokens=max_query_tokens,
+            one_at_a_time=one_at_a_time,
+            deterministic=deterministic,
         )
         if self._inline and (
             serving.batch.layout.state_slots or self.model.has_windows or not serving.chunkable
@@ -192,13 +206,9 @@ class LocalEngine:
                 ttl_s=session_ttl_s,
             ),
             chunkable=serving.chunkable,
-            replay_by_step=serving.replay_by_step,
         )
-        if not isinstance(policy, str) and not callable(getattr(policy, "rank", None)):
-            raise ConfigError(f"policy must be a policy or the name of one, not {policy!r}", field="policy")
-        self.planner = Planner(
-            load_policy(policy) if isinstance(policy, str) else policy, limits or PlannerLimits()
-        )
+        self._replays_by_step = serving.replay_by_step and not self._inline
+        self.planner = Planner(_as_policy(policy), limits or PlannerLimits())
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._sampler = Sampler(self.model, self._tokenizer)
         self._life = Lifecycle(
@@ -210,6 +220,7 @@ class LocalEngine:
             inline=self._inline,
         )
         self._prompts = Prompts(self.residency, self._sampler, self._life, self._find_packer(serving))
+        self._decode = Decode(self.residency, self._sampler, self._life)
         self._admission = Admission(
             self._sampler,
             vocab_size=self.model.vocab_size,
@@ -224,7 +235,7 @@ class LocalEngine:
 
     def _find_packer(self, serving: Serving) -> Packer | None:
         """What computes short prompts together, if that changes nothing."""
-        if self._inline or not serving.chunkable:
+        if self._inline or self.deterministic or not serving.chunkable:
             return None
         return find_packer(
             self.model, serving.batch.layout, serving.new_prefill_batch, most_tokens=self._chunk_tokens
@@ -310,6 +321,7 @@ class LocalEngine:
             seq=seq,
             arrival_s=time.monotonic() - waited_s,
             session=session if self.keeps_sessions else None,
+            replays_by_step=self._replays_by_step,
         )
         if query.query_id in self.queries:
             raise InvalidRequestError(f"query id {query.query_id} is taken", query_id=query.query_id)
@@ -436,7 +448,7 @@ class LocalEngine:
         self._prompts.run(plan.chunks)
         self._take_rows(plan.park)
         self._give_rows((*plan.resume, *plan.admit))
-        decoded = self._decode()
+        decoded = self._decode.run(self.planner.policy)
         return self._note_progress(plan, moved=decoded or not plan.empty)
 
     def _plan(self) -> Plan:
@@ -454,6 +466,7 @@ class LocalEngine:
             kv_budget_bytes=self._kv_budget_bytes,
             gate=self._gate,
             inline=self._inline,
+            fixed_chunks=self.deterministic,
         )
         return self.planner.plan(view)
 
@@ -471,27 +484,6 @@ class LocalEngine:
             if query is not None and (self._inline or not query.to_prefill_tokens):
                 self._life.place(query)
 
-    def _decode(self) -> bool:
-        """One more token for every occupied row."""
-        occupied = self.residency.occupied
-        if not occupied:
-            return False
-        lengths = self.residency.batch.lengths
-        inputs = {row: query.uncached_token_ids(lengths[row]) for row, query in occupied}
-        for row, query in occupied:
-            if not lengths[row]:  # Inline: this step prefills the newcomer (vector shaping).
-                self._life.count_prefill(query, 0, len(inputs[row]))
-        logits = self.residency.batch.step(inputs)
-        self._life.count_decode(
-            self.rows, idle=self.rows - len(occupied), waiting=len(self.queries) > len(occupied)
-        )
-        choices = self._sampler.choose(logits[[row for row, _ in occupied]], [query for _, query in occupied])
-        for (_, query), choice in zip(occupied, choices, strict=True):
-            query.since_admission_tokens += 1
-            self.planner.policy.on_tokens(query_view(query, self.residency.batch.layout), 0, 1)
-            self._life.append(query, choice)
-        return True
-
     def _note_progress(self, plan: Plan, *, moved: bool) -> bool:
         """A batch that can't move although somebody could is a defect: say so instead of spinning."""
         self._stalled_steps = 0 if moved or not self.busy else self._stalled_steps + 1
@@ -501,6 +493,14 @@ class LocalEngine:
                 f"no progress in {STALLED_STEPS} steps; blocked: {plan.blocked}; states: {states}"
             )
         return moved
+
+
+def _as_policy(policy: str | Policy) -> Policy:
+    if isinstance(policy, str):
+        return load_policy(policy)
+    if not callable(getattr(policy, "rank", None)):
+        raise ConfigError(f"policy must be a policy or the name of one, not {policy!r}", field="policy")
+    return policy
 
 
 def _check_arguments(

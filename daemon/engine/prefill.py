@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from batond.daemon.engine.batch import Batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -31,8 +31,6 @@ class Prefill:
     Args:
         batch: An empty batch of one row.
         kv: What was computed before and parked; None starts from nothing.
-        together_tokens: Tokens behind these are computed one by one; None computes every chunk in one
-            forward.
         divisible: A chunk may be computed in parts.
     """
 
@@ -41,12 +39,10 @@ class Prefill:
         batch: PromptBatch,
         kv: KVSlice | None = None,
         *,
-        together_tokens: int | None = None,
         divisible: bool = True,
     ) -> None:
         self._batch = batch
         self._divisible = divisible
-        self._together_tokens = together_tokens
         if kv is not None:
             batch.embed(0, kv)
 
@@ -64,9 +60,7 @@ class Prefill:
         Returns:
             float32 logits after the last of them, shape [vocabulary].
         """
-        for part in self._parts(token_ids, len(token_ids)):
-            logits = self._batch.step({0: part})[0]
-        return logits
+        return self._batch.step({0: token_ids})[0]
 
     def run_noting(self, token_ids: Sequence[int], note: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
         """Compute the next chunk in parts and show the logits behind each of its tokens.
@@ -79,21 +73,12 @@ class Prefill:
         Returns:
             As `run`.
         """
-        for part in self._parts(token_ids, _LOGITS_TOKENS if self._divisible else len(token_ids)):
+        most_tokens = _LOGITS_TOKENS if self._divisible else len(token_ids)
+        for start in range(0, len(token_ids), most_tokens):
             first = self.done_tokens
-            behind = self._batch.step({0: part}, all_positions=True)[0]
+            behind = self._batch.step({0: token_ids[start : start + most_tokens]}, all_positions=True)[0]
             note(first, behind)
         return behind[-1]
-
-    def _parts(self, token_ids: Sequence[int], most_tokens: int) -> Iterator[Sequence[int]]:
-        """What to compute in one forward each."""
-        together = len(token_ids)
-        if self._together_tokens is not None:
-            together = max(self._together_tokens - self.done_tokens, 0)
-        for first in range(0, min(together, len(token_ids)), most_tokens):
-            yield token_ids[first : min(first + most_tokens, together)]
-        for token in token_ids[together:]:
-            yield [token]
 
     def slice(self) -> KVSlice:
         """The KV of all tokens computed so far."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,7 @@ MODEL_ERRORS = (
 _PROMPT_TOKENS = (5, 13, 1)  # The query under test, a longer mate, and the shortest: all embedding cases.
 _PERIOD = 7  # Of the longer mate's tokens: what repeats scores equally, which a selection may tell apart.
 _STEPS = 12
+SHARED_ROWS = 3
 LONGEST_WINDOW_TOKENS = 512  # A wider window is too dear to be crossed at every start.
 _RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
@@ -105,7 +106,7 @@ def references(model: CausalModel) -> References:
 def shared_error(way: Way, queries: References) -> float:
     """Largest relative difference of queries served beside each other, one parked and moved."""
     mine, mate, last = lives = [_Life(reference) for reference in queries]
-    batch = way.batch(3)
+    batch = way.batch(SHARED_ROWS)
     batch.embed(0, mine.prefill(way.prompt()))
     _advance(batch, {0: mine}, 2)
     batch.embed(1, mate.prefill(way.prompt()))
@@ -171,6 +172,17 @@ def replay_error(way: Way, queries: References) -> float:
     return worst
 
 
+def alone_references(way: Way, queries: References) -> References:
+    """The same queries with the logits that a way gives them alone: what is deterministic gives no others."""
+    found = []
+    for reference in queries:
+        life, batch = _Life(reference), way.batch(SHARED_ROWS)
+        batch.embed(1, life.prefill(way.prompt()))
+        _advance(batch, {1: life}, life.left)
+        found.append(replace(reference, logits=torch.stack(life.logits)))
+    return tuple(found)
+
+
 class _Life:
     """One probe query on its way through batches."""
 
@@ -178,6 +190,7 @@ class _Life:
         self.reference = reference
         self.done = done  # Index of the newest logits noted.
         self.error = 0.0
+        self.logits: list[torch.Tensor] = []
 
     @property
     def left(self) -> int:
@@ -192,6 +205,7 @@ class _Life:
         expected = self.reference.logits[self.done]
         error = float((logits - expected).norm() / expected.norm())
         self.error = max(self.error, error, key=_nan_first)
+        self.logits.append(logits)
 
 
 def _advance(batch: Batch, lives: dict[int, _Life], steps: int) -> None:

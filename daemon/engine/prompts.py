@@ -92,7 +92,7 @@ class Prompts:
     def _run_chunk(self, query: Query, count: int) -> torch.Tensor:
         prefill = self._residency.prefill_of(query)
         first = prefill.done_tokens
-        token_ids = query.to_cache_token_ids[first : first + count]
+        token_ids = query.to_prefill_token_ids[first : first + count]
         if query.lacks_given_logprobs:
             logits = prefill.run_noting(token_ids, partial(self._sampler.record_given, query))
         else:

@@ -73,6 +73,9 @@ class Query:
         prefill: Prompt computation under way on the device.
         kv: Its complete slice on the device, waiting for a row.
         on_host_tokens: Tokens whose KV lies in the host pool.
+        replays_by_step: Its emitted tokens are computed again in the batch, one a step, as they were first;
+            otherwise with the prompt.
+        replay_left: While in a row, emitted tokens before the newest that are still to be computed again.
         computed_tokens: Most tokens whose KV ever existed; what recomputation is counted against.
         text: Its detokenizer.
         session: The conversation it is a turn of; None is none.
@@ -108,6 +111,8 @@ class Query:
     prefill: Prefill | None = None
     kv: KVSlice | None = None
     on_host_tokens: int = 0
+    replays_by_step: bool = False
+    replay_left: int = 0
     computed_tokens: int = 0
     text: TextStream | None = None
     session: SessionKey | None = None
@@ -137,10 +142,15 @@ class Query:
         return self.prompt_token_ids + self.output_token_ids[:-1]
 
     @property
+    def to_prefill_token_ids(self) -> list[int]:
+        """The tokens whose KV must exist before it can have a row."""
+        return self.prompt_token_ids if self.replays_by_step else self.to_cache_token_ids
+
+    @property
     def prefilled_tokens(self) -> int:
         """Tokens whose KV exists somewhere now, in the kept slice of its session at least."""
         if self.row is not None:
-            return len(self.prompt_token_ids) + len(self.output_token_ids) - 1
+            return len(self.prompt_token_ids) + len(self.output_token_ids) - 1 - self.replay_left
         if self.kv is not None:
             return self.kv.n_tokens
         if self.prefill is not None:
@@ -156,8 +166,9 @@ class Query:
     @property
     def to_prefill_tokens(self) -> int:
         """Tokens still to be computed before it can decode."""
-        total = len(self.prompt_token_ids) + max(len(self.output_token_ids) - 1, 0)
-        return 0 if self.row is not None else total - self.prefilled_tokens
+        emitted = 0 if self.replays_by_step else max(len(self.output_token_ids) - 1, 0)
+        missing = len(self.prompt_token_ids) + emitted - self.prefilled_tokens
+        return 0 if self.row is not None else max(missing, 0)
 
     @property
     def lacks_given_logprobs(self) -> bool:
@@ -189,7 +200,9 @@ class Query:
         self._state = to
 
     def uncached_token_ids(self, cached: int) -> list[int]:
-        """The tokens the next step must run: one while decoding, the whole prompt of an inline newcomer."""
+        """The tokens the next step must run: one of its output, or the whole prompt of an inline newcomer."""
+        if self.replay_left:
+            return [self.output_token_ids[cached - len(self.prompt_token_ids)]]
         if self.output_token_ids and cached == len(self.prompt_token_ids) + len(self.output_token_ids) - 1:
             return self.output_token_ids[-1:]
         return (self.prompt_token_ids + self.output_token_ids)[cached:]

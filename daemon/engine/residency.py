@@ -38,7 +38,6 @@ class Residency:
         store: Parked slices.
         sessions: Slices of finished turns, which give way to parked ones.
         chunkable: Prompts may be computed in parts.
-        replay_by_step: Emitted tokens are recomputed one by one, as they were computed first.
 
     Attributes:
         by_row: Owner of each row.
@@ -52,10 +51,8 @@ class Residency:
         sessions: Sessions,
         *,
         chunkable: bool = True,
-        replay_by_step: bool = False,
     ) -> None:
         self._chunkable = chunkable
-        self._replay_by_step = replay_by_step
         self.batch = batch
         self.store = store
         self.sessions = sessions
@@ -77,10 +74,7 @@ class Residency:
         if query.prefill is None:
             parked = self._load(query) if query.on_host_tokens else None
             known = self._load_session(query) if parked is None else parked
-            together = len(query.prompt_token_ids) if self._replay_by_step else None
-            query.prefill = Prefill(
-                self._new_prefill_batch(), known, together_tokens=together, divisible=self._chunkable
-            )
+            query.prefill = Prefill(self._new_prefill_batch(), known, divisible=self._chunkable)
             if parked is not None:
                 self._discard(query)
         return query.prefill
@@ -119,6 +113,7 @@ class Residency:
         row = self._free_row(avoid=query.last_row)
         if kv is not None:
             self.batch.embed(row, kv)
+            query.replay_left = len(query.to_cache_token_ids) - kv.n_tokens
         if query.on_host_tokens:
             self._discard(query)
         query.kv, query.row = None, row
@@ -171,7 +166,7 @@ class Residency:
             if self.batch.lengths[query.row]:
                 self.batch.free(query.row)
             self.by_row[query.row] = None
-            query.last_row, query.row = query.row, None
+            query.last_row, query.row, query.replay_left = query.row, None, 0
 
     def _store(self, query: Query, kv: KVSlice) -> int | None:
         """Copy a slice to the host pool; returns its bytes, or None if it doesn't fit or the copy failed."""

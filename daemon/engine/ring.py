@@ -51,6 +51,7 @@ class RingBatch:
         rows: Number of rows.
         layout: Byte layout of the model's cache.
         capacity: Columns of the ring: the most tokens a row may hold.
+        row_by_row: Attend to every row by itself: slower, and no bit of a row depends on its mates.
 
     Raises:
         UnsupportedModelError: The model's cache has layers that the ring can't stand in for.
@@ -58,7 +59,9 @@ class RingBatch:
 
     kind = "ring"
 
-    def __init__(self, model: CausalModel, rows: int, layout: RecordLayout, capacity: int) -> None:
+    def __init__(
+        self, model: CausalModel, rows: int, layout: RecordLayout, capacity: int, *, row_by_row: bool = False
+    ) -> None:
         self.rows = rows
         self.layout = layout
         self.device = model.device
@@ -71,7 +74,7 @@ class RingBatch:
         self._state = torch.zeros(rows, layout.state_bytes, dtype=torch.uint8, device=model.device)
         self._lengths = [0] * rows
         self._cursor = -1  # Newest column; -1 before the first.
-        self._window = RingWindow(self._storage)
+        self._window = RingWindow(self._storage, row_by_row=row_by_row)
         self._cache = self._ring_cache()
 
     @property

@@ -18,6 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
+from batond.daemon.errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -70,6 +72,7 @@ class RingWindow:
 
     Args:
         storage: The ring's records, shape [rows, capacity, record].
+        row_by_row: Read every row by itself and in one piece, so that no shape depends on its mates.
 
     Attributes:
         in_order: Whether a wrapped window is copied together; set by the first attention over computed keys.
@@ -82,7 +85,8 @@ class RingWindow:
         runs: All rows, in order, as they are read.
     """
 
-    def __init__(self, storage: torch.Tensor) -> None:
+    def __init__(self, storage: torch.Tensor, *, row_by_row: bool = False) -> None:
+        self.row_by_row = row_by_row
         self.capacity = storage.shape[1]
         self.device = storage.device
         self._call_columns = _CALL_COLUMNS.get(storage.device.type, _CALL_COLUMNS["cpu"])
@@ -126,8 +130,13 @@ class RingWindow:
 
     def note_keys(self, key: torch.Tensor) -> None:
         """Learn from the keys of an attention whether the model computes them from what the ring keeps."""
-        if not self.in_order and key.untyped_storage().data_ptr() != self._storage_start:
-            self.in_order = True  # From the next step on.
+        if self.in_order or key.untyped_storage().data_ptr() == self._storage_start:
+            return
+        if self.row_by_row:
+            raise UnsupportedModelError(
+                "the model computes keys from what its cache keeps, for all columns of the longest row"
+            )
+        self.in_order = True  # From the next step on.
 
     def padding_mask(self) -> torch.Tensor:
         """1 where a row has a token, in order of age (newest last); int64, shape [rows, size]."""
@@ -143,6 +152,8 @@ class RingWindow:
 
     def _groups(self) -> list[tuple[int, int]]:
         """Split the rows into neighbours that cost less together than one by one."""
+        if self.row_by_row:
+            return [(row, row + 1) for row in range(len(self.lengths))]
         groups: list[tuple[int, int]] = []
         for row in range(len(self.lengths)):
             joined = (groups[-1][0], row + 1) if groups else (row, row + 1)
@@ -169,7 +180,7 @@ class RingWindow:
     def _run(self, rows: tuple[int, int]) -> Run:
         lengths = self.lengths[slice(*rows)]
         ranges = self.ranges(max(lengths))
-        if self._cost_of_ring(rows) < self._cost_of_ranges(rows):
+        if not self.row_by_row and self._cost_of_ring(rows) < self._cost_of_ranges(rows):
             ranges = ((0, self.size),)
         columns = sum(last - first for first, last in ranges)
         if min(lengths) == columns:
@@ -201,6 +212,7 @@ def ring_mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: A
     if mask_function is causal_mask_function:
         return None
     window: RingWindow = _local.window
+    kwargs["allow_is_causal_skip"] = False  # A mask now and none then would be two kernels, two roundings.
     return window.to_ring_order(sdpa_mask(*args, mask_function=mask_function, **kwargs))
 
 
@@ -251,6 +263,8 @@ def ring_attention(  # noqa: PLR0917 - the interface's signature
         mine = slice(*run.rows)
         keys = [key[mine, :, first:last] for first, last in run.ranges]
         values = [value[mine, :, first:last] for first, last in run.ranges]
+        if window.row_by_row and len(keys) > 1:
+            keys, values = [torch.cat(keys, dim=2)], [torch.cat(values, dim=2)]
         parts.append(call.attend(run, grouped[mine], keys, values))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.reshape(rows, 1, heads, -1), None
@@ -306,7 +320,8 @@ class _Call:
             scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
         weights = scores.float().softmax(dim=-1).to(query.dtype)[..., :columns]
         sizes = [part.shape[2] for part in values]
-        parts = [_by_row(*pair) for pair in zip(weights.split(sizes, dim=-1), values, strict=True)]
+        shares = torch.split(weights, sizes, dim=-1)
+        parts = [_by_row(*pair) for pair in zip(shares, values, strict=True)]
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 

@@ -68,6 +68,7 @@ def batch_view(
     kv_budget_bytes: int | None,
     gate: Gate,
     inline: bool,
+    fixed_chunks: bool,
 ) -> BatchView:
     """Everything the planner may know before a step."""
     views = tuple(query_view(query, residency.batch.layout, inline=inline) for query in queries)
@@ -84,6 +85,7 @@ def batch_view(
         kv_free_bytes=free,
         host_free_bytes=residency.host_free_bytes,
         gate=gate,
+        fixed_chunks=fixed_chunks,
     )
 
 

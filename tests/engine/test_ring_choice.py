@@ -51,9 +51,10 @@ def test_auto_says_why_there_is_no_ring(family: str) -> None:
     assert "not a ring: " in engine.batch_reason
 
 
-def test_a_ring_that_is_not_exact_is_refused_with_the_reason() -> None:
+def test_a_ring_that_is_not_exact_is_refused_with_the_reason(books: list[Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=r'ring: .*"auto" serves it another way'):
         LocalEngine(families.make_family("bloom"), rows=2, batch="ring")
+    books.clear()  # The probe leaves batches behind whose forward failed.
 
 
 def test_a_wrong_read_of_a_wrapped_ring_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
