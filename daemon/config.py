@@ -212,6 +212,8 @@ class EngineConfig(_Section):
         quantum_tokens: Tokens a query decodes before it may be parked again.
         max_parks: Parks after which a query stays.
         ready_limit: Prefilled queries kept ahead of free rows.
+        one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row; else refuse it.
+        deterministic: Give a query the same bits whatever the load is; see `LocalEngine`.
         threads: CPU threads of torch; 0 keeps torch's choice.
     """
 
@@ -227,6 +229,8 @@ class EngineConfig(_Section):
     quantum_tokens: int = Field(default=16, ge=0)
     max_parks: int = Field(default=8, ge=0)
     ready_limit: int = Field(default=1, ge=0)
+    one_at_a_time: bool = False
+    deterministic: bool = False
     threads: int = Field(default=0, ge=0, le=4096)
 
 

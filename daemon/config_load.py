@@ -150,6 +150,8 @@ def engine_settings(settings: Settings) -> EngineSettings:
         quantum_tokens=engine.quantum_tokens,
         max_parks=engine.max_parks,
         ready_limit=engine.ready_limit,
+        one_at_a_time=engine.one_at_a_time,
+        deterministic=engine.deterministic,
         threads=engine.threads,
         classes=tuple(settings.sla_classes),
     )

@@ -30,6 +30,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         quantum_tokens: Tokens decoded between an admission and the next park.
         max_parks: Parks after which a query is not preemptible any more.
         ready_limit: Prefilled queries kept ahead of free rows.
+        one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
+        deterministic: Give a query the same bits whatever the load is.
         threads: CPU threads of torch; 0 keeps torch's choice.
         classes: The SLA classes.
     """
@@ -50,5 +52,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     quantum_tokens: int = 16
     max_parks: int = 8
     ready_limit: int = 1
+    one_at_a_time: bool = False
+    deterministic: bool = False
     threads: int = 0
     classes: tuple[SlaClass, ...] = DEFAULT_CLASSES
