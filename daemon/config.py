@@ -212,7 +212,7 @@ class EngineConfig(_Section):
         quantum_tokens: Tokens a query decodes before it may be parked again.
         max_parks: Parks after which a query stays.
         ready_limit: Prefilled queries kept ahead of free rows.
-        one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row; else refuse it.
+        one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row, or refuse it.
         deterministic: Give a query the same bits whatever the load is; see `LocalEngine`.
         threads: CPU threads of torch; 0 keeps torch's choice.
     """

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from batond.bench import families
+from batond.bench.model_support import check_model
 from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.build import probe_layout
 from batond.daemon.engine.model import CausalModel
@@ -56,6 +58,35 @@ def test_tokens_equal_the_cpus(
         model = make_family.__wrapped__(family)  # type: ignore[attr-defined]  # not the cached one: it moves
         on_cpu = tokens_on("cpu", model, make_engine)
         assert tokens_on("cuda", model, make_engine) == on_cpu
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "llama4_text", "lfm2", "qwen3_next", "mixtral"],
+)
+def test_auto_serves_a_family_exactly(family: str) -> None:
+    """R2: on the ring, staggered and parked, against solo `generate` on the card."""
+    support = check_model(family, families.make_family(family), device="cuda")
+    assert (support.outcome, support.batch) == ("exact", "ring"), support
+
+
+def test_a_turn_of_a_session_equals_a_cold_run(
+    make_family: Callable[[str], Any], make_engine: Callable[..., LocalEngine]
+) -> None:
+    """What page-locked memory kept between two jobs is what a prompt computes."""
+    model = make_family.__wrapped__("llama")  # type: ignore[attr-defined]
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    warm = make_engine(model, rows=2, device="cuda")
+    first = warm.submit(prompt(20), sampling, session_id="s")
+    warm.run_until_idle()
+    conversation = [*prompt(20), *first.output_token_ids, 9, 8, 7]
+    turn = warm.submit(conversation, sampling, session_id="s")
+    warm.run_until_idle()
+    assert turn.cached_prompt_tokens == 31
+    cold = make_engine(model, rows=2, device="cuda")
+    again = cold.submit(conversation, sampling)
+    cold.run_until_idle()
+    assert turn.output_token_ids == again.output_token_ids
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])

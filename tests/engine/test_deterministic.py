@@ -16,7 +16,22 @@ if TYPE_CHECKING:
 
 FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "lfm2", "qwen3_next"]
 ROWS = 4
-ENGINE = {"rows": ROWS, "max_query_tokens": 128, "chunk_tokens": 8, "host_pool_bytes": 1 << 22}
+ENGINE: dict[str, Any] = {
+    "rows": ROWS,
+    "max_query_tokens": 128,
+    "chunk_tokens": 8,
+    "host_pool_bytes": 1 << 22,
+    "deterministic": True,
+}
+ON_CARD = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")],
+)
+
+
+@pytest.fixture(scope="module", params=["cpu", ON_CARD])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def prompt(length: int, stride: int) -> list[int]:
@@ -47,9 +62,9 @@ def model(request: pytest.FixtureRequest) -> Any:
     return families.make_family(request.param).to(torch.bfloat16)
 
 
-def test_bits_do_not_depend_on_mates_rows_or_parks(model: Any) -> None:
+def test_bits_do_not_depend_on_mates_rows_or_parks(model: Any, device: str) -> None:
     """R2, R3 in bfloat16: log-probabilities are equal to the last bit, not within a tolerance."""
-    engine = LocalEngine(model, **ENGINE, deterministic=True)
+    engine = LocalEngine(model, **ENGINE, device=device)
     expected = [alone(engine, number) for number in range(7)]
     queries = []
     for number in range(7):
@@ -64,9 +79,9 @@ def test_bits_do_not_depend_on_mates_rows_or_parks(model: Any) -> None:
     assert [outcome(query) for query in queries] == expected
 
 
-def test_dropped_work_is_computed_again_to_the_bit(model: Any) -> None:
+def test_dropped_work_is_computed_again_to_the_bit(model: Any, device: str) -> None:
     """R8: emitted tokens are fed again through the batch, in the shapes that made them."""
-    engine = LocalEngine(model, **{**ENGINE, "host_pool_bytes": 0}, deterministic=True)
+    engine = LocalEngine(model, **{**ENGINE, "host_pool_bytes": 0}, device=device)
     expected = [alone(engine, number) for number in range(3)]
     queries = [submit(engine, number) for number in range(3)]
     for _ in range(9):
@@ -79,11 +94,11 @@ def test_dropped_work_is_computed_again_to_the_bit(model: Any) -> None:
     assert [outcome(query) for query in queries] == expected
 
 
-def test_a_job_goes_on_elsewhere_to_the_bit(model: Any) -> None:
+def test_a_job_goes_on_elsewhere_to_the_bit(model: Any, device: str) -> None:
     """Tokens emitted by an engine that died are replayed; what follows them is what would have."""
-    first = LocalEngine(model, **ENGINE, deterministic=True)
+    first = LocalEngine(model, **ENGINE, device=device)
     tokens, _ = alone(first, 2)
-    second = LocalEngine(model, **ENGINE, deterministic=True)
+    second = LocalEngine(model, **ENGINE, device=device)
     mate = submit(second, 3)
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
     query = second.submit(prompt(15, 5), sampling, seed=2, emitted_token_ids=tokens[:11])
@@ -92,8 +107,8 @@ def test_a_job_goes_on_elsewhere_to_the_bit(model: Any) -> None:
     assert mate.finish_reason == "length"
 
 
-def test_what_would_change_shapes_is_off(model: Any) -> None:
-    engine = LocalEngine(model, **ENGINE, deterministic=True)
+def test_what_would_change_shapes_is_off(model: Any, device: str) -> None:
+    engine = LocalEngine(model, **ENGINE, device=device)
     assert not engine.keeps_sessions
     queries = [engine.submit(prompt(4, 3 + n), SamplingParams(max_tokens=2)) for n in range(3)]
     engine.run_until_idle()
@@ -108,7 +123,7 @@ def test_what_would_change_shapes_is_off(model: Any) -> None:
 def test_a_model_that_mixes_rows_is_refused(family: str, reason: str, books: list[Any]) -> None:
     model = families.make_family(family).to(torch.bfloat16)
     with pytest.raises(UnsupportedModelError, match=reason):
-        LocalEngine(model, **ENGINE, deterministic=True)
+        LocalEngine(model, **ENGINE)
     books.clear()  # The probe leaves batches behind whose forward failed.
 
 
@@ -125,7 +140,7 @@ def test_kernels_that_tell_rows_apart_are_found(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(model.lm_head, "forward", nudged)
     with pytest.raises(UnsupportedModelError, match="mates or another row change logits"):
-        LocalEngine(model, **ENGINE, deterministic=True)
+        LocalEngine(model, **ENGINE)
 
 
 def test_inline_prefill_is_refused() -> None:
