@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 #: Compared like a tuple; the smaller runs first.
 Rank: TypeAlias = tuple[float, ...]
@@ -46,6 +47,10 @@ class QueryView:
         park_bytes: Bytes a park would take from the host pool.
         to_prefill_tokens: Tokens that must be computed before it can decode (0 unless WAITING, PREFILLING,
             or PARKED without a copy of its KV).
+        deadline_s: When the tenant needs the last token, same clock as `now_s`; infinity: no deadline.
+        ttft_target_s: Time from arrival to the first token that its class aims at; infinity: none.
+        tpot_target_s: Time from one token to the next that its class aims at; infinity: none.
+        tenant_weight: Share of the tenant among tenants, relative, above 0.
     """
 
     query_id: str
@@ -68,6 +73,10 @@ class QueryView:
     reserved_bytes: int = 0
     park_bytes: int = 0
     to_prefill_tokens: int = 0
+    deadline_s: float = math.inf
+    ttft_target_s: float = math.inf
+    tpot_target_s: float = math.inf
+    tenant_weight: float = 1.0
 
 
 class Policy(Protocol):
@@ -85,3 +94,11 @@ class Policy(Protocol):
 
     def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
         """Account for tokens just computed for `query`."""
+
+
+@runtime_checkable
+class TracksEnds(Protocol):
+    """A policy that remembers queries or learns from them; optional beside `Policy`."""
+
+    def on_end(self, query: QueryView) -> None:
+        """Forget a query that finished, failed or was cancelled; called once a query, in whatever phase."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batond.daemon.errors import ConfigError
-from batond.policies.base import Phase
+from batond.policies.ageing import aged_level, check_ageing
 
 if TYPE_CHECKING:
     from batond.policies.base import QueryView, Rank
@@ -16,7 +15,8 @@ class Priority:
 
     Ageing moves a query forward in the line; it gives no right to take a row, and a running query does not
     age: an urgent query can therefore always pre-empt by the classes as configured (BATON section on
-    pre-emption; ageing as in the classic multilevel queues).
+    pre-emption; ageing as in the classic multilevel queues). Pre-emption goes down the classes only, so
+    equals never pre-empt each other and a victim can never take its row back from the one it was parked for.
 
     Worst-case wait. Take a query of class order k that arrived at t. No fresh query that arrives at
     t + k x ageing_s or later is ever sorted before it: with floor(x + k) = floor(x) + k, the newcomer's level
@@ -26,9 +26,10 @@ class Priority:
         k x ageing_s + B / R    seconds,
 
     where B is the number of tokens still to be computed for running, parked and waiting queries that arrived
-    before t + k x ageing_s, and R the tokens the rows compute in a second. Once it has a row it is parked at
-    most `PlannerLimits.max_parks` times, each time after at least `quantum_tokens` tokens, and stands in the
-    parked line of its level, ahead of every fresh query of its class.
+    before t + k x ageing_s, and R the tokens the rows compute in a second (`ageing.worst_first_row_s`). Once
+    it has a row it is parked at most `PlannerLimits.max_parks` times, each time after at least
+    `quantum_tokens` tokens, and stands in the parked line of its level, ahead of every fresh query of its
+    class: after each park it waits for one row to come free (`ageing.worst_finish_s`).
 
     Args:
         ageing_s: Seconds without a row that are worth one class; infinity turns ageing off, and with it the
@@ -41,17 +42,11 @@ class Priority:
     name = "priority"
 
     def __init__(self, ageing_s: float = 60.0) -> None:
-        if not ageing_s > 0:
-            raise ConfigError(f"ageing_s must be above 0, not {ageing_s}", field="ageing_s")
-        self.ageing_s = ageing_s
+        self.ageing_s = check_ageing(ageing_s)
 
     def rank(self, query: QueryView, now_s: float) -> Rank:
         """Order by aged class, then arrival."""
-        level: float = query.class_order
-        # A clock that runs behind the arrival must not push a query back.
-        if query.phase is not Phase.RUNNING and now_s > query.arrival_s:
-            level -= (now_s - query.arrival_s) // self.ageing_s
-        return (level, query.arrival_s, query.seq)
+        return (aged_level(query, now_s, self.ageing_s), query.arrival_s, query.seq)
 
     def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:
         """By configured class only: an aged query waits for a row that comes free."""
