@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 class _Account:
     """A tenant's counter in one class, and where its queries stand in it.
 
-        finish = tail + shift:  what the tenant was given, the prompts of its line included
-        tag + shift:            the same when the query is its next one
+        given                                            finish
+        [ begun and put out | prompt in line | prompt in line ]     finish = tail + shift
+                            ^ first of line  ^ second                        tag + shift
 
     Tokens of output move `shift`, and with it all tags at once.
     """
@@ -33,8 +34,8 @@ class _Account:
         return self.tail + self.shift
 
     @property
-    def head(self) -> float:
-        return self.tags[next(iter(self.line))] + self.shift
+    def given(self) -> float:
+        return self.tags[next(iter(self.line))] + self.shift if self.line else self.finish
 
 
 class Fair:
@@ -88,7 +89,7 @@ class Fair:
     def counter(self, tenant: str, class_order: int = 0) -> float:
         """Virtual tokens a tenant was charged in a class; 0 if it is not known."""
         account = self._accounts.get(class_order, {}).get(tenant)
-        return account.finish if account else 0.0
+        return account.given if account else 0.0
 
     def rank(self, query: QueryView, now_s: float) -> Rank:
         """Order by class, then the tenant's counter when the query is next, then arrival.
@@ -99,13 +100,14 @@ class Fair:
         order = query.class_order
         account = self._account(query)
         if query.phase is Phase.RUNNING:
-            return (order, order, account.finish, query.arrival_s, query.seq)
+            return (order, order, account.given, query.arrival_s, query.seq)
         fresh = query.park_seq == 0 and query.phase is not Phase.PARKED
         if fresh and query.query_id not in account.tags:
             self._enter(query, account)
-        tag = account.tags.get(query.query_id, account.tail)
+        tag = account.tags.get(query.query_id)
+        given = account.given if tag is None else tag + account.shift
         # An aged class stands behind the class whose level it has come to: their counters don't compare.
-        return (self._level(query), order, tag + account.shift, query.arrival_s, query.seq)
+        return (self._level(query), order, given, query.arrival_s, query.seq)
 
     def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:
         """By configured class only."""
@@ -150,7 +152,7 @@ class Fair:
 
     def _floor(self, class_order: int) -> float:
         """Counter to which a tenant that comes back is lifted."""
-        heads = [account.head for account in self._accounts[class_order].values() if account.line]
+        heads = [account.given for account in self._accounts[class_order].values() if account.line]
         if heads:
             return min(heads)
         last = self._left_last.get(class_order)
