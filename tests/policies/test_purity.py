@@ -13,7 +13,9 @@ HEAVY = ("torch", "transformers", "redis", "grpc", "pydantic")
 @pytest.mark.parametrize(
     "modules",
     [
-        "batond.policies.registry, batond.policies.classes, batond.policies.fcfs, batond.policies.priority",
+        "batond.policies.registry, batond.policies.classes",
+        "batond.policies.fcfs, batond.policies.priority, batond.policies.deadline",
+        "batond.policies.fair, batond.policies.mlfq, batond.policies.shortest",
         "batond.daemon.scheduler.planner, batond.daemon.scheduler.plan",
     ],
 )

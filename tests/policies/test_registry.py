@@ -48,7 +48,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_built_in_policies_are_installed() -> None:
-    assert {"fcfs", "priority"} <= set(policy_names())
+    assert {"deadline", "fair", "fcfs", "mlfq", "priority", "shortest"} <= set(policy_names())
     assert isinstance(load_policy("fcfs"), Fcfs)
     assert isinstance(load_policy("priority"), Priority)
 
