@@ -241,3 +241,153 @@ class DrainResponse(_message.Message):
     RUNNING_JOBS_FIELD_NUMBER: _ClassVar[int]
     running_jobs: int
     def __init__(self, running_jobs: _Optional[int] = ...) -> None: ...
+
+class GetPolicyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPolicyResponse(_message.Message):
+    __slots__ = ("policy", "known_policies")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_POLICIES_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    known_policies: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, policy: _Optional[str] = ..., known_policies: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetPolicyRequest(_message.Message):
+    __slots__ = ("policy",)
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    def __init__(self, policy: _Optional[str] = ...) -> None: ...
+
+class SetPolicyResponse(_message.Message):
+    __slots__ = ("policy", "previous_policy")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_POLICY_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    previous_policy: str
+    def __init__(self, policy: _Optional[str] = ..., previous_policy: _Optional[str] = ...) -> None: ...
+
+class TenantLimits(_message.Message):
+    __slots__ = ("weight", "sla_classes", "highest_class", "default_class", "lower_class", "max_queued", "max_running", "tokens_per_minute", "longest_prompt_tokens", "admin")
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SLA_CLASSES_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_CLASS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LOWER_CLASS_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_MINUTE_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_FIELD_NUMBER: _ClassVar[int]
+    weight: float
+    sla_classes: _containers.RepeatedScalarFieldContainer[str]
+    highest_class: str
+    default_class: str
+    lower_class: bool
+    max_queued: int
+    max_running: int
+    tokens_per_minute: int
+    longest_prompt_tokens: int
+    admin: bool
+    def __init__(self, weight: _Optional[float] = ..., sla_classes: _Optional[_Iterable[str]] = ..., highest_class: _Optional[str] = ..., default_class: _Optional[str] = ..., lower_class: bool = ..., max_queued: _Optional[int] = ..., max_running: _Optional[int] = ..., tokens_per_minute: _Optional[int] = ..., longest_prompt_tokens: _Optional[int] = ..., admin: bool = ...) -> None: ...
+
+class Tenant(_message.Message):
+    __slots__ = ("name", "limits", "disabled", "configured", "token_hint", "certificate_subject", "created_time", "token_time")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    DISABLED_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_HINT_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    CREATED_TIME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TIME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    limits: TenantLimits
+    disabled: bool
+    configured: bool
+    token_hint: str
+    certificate_subject: str
+    created_time: _timestamp_pb2.Timestamp
+    token_time: _timestamp_pb2.Timestamp
+    def __init__(self, name: _Optional[str] = ..., limits: _Optional[_Union[TenantLimits, _Mapping]] = ..., disabled: bool = ..., configured: bool = ..., token_hint: _Optional[str] = ..., certificate_subject: _Optional[str] = ..., created_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., token_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class CreateTenantRequest(_message.Message):
+    __slots__ = ("name", "limits", "certificate_subject")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    limits: TenantLimits
+    certificate_subject: str
+    def __init__(self, name: _Optional[str] = ..., limits: _Optional[_Union[TenantLimits, _Mapping]] = ..., certificate_subject: _Optional[str] = ...) -> None: ...
+
+class CreateTenantResponse(_message.Message):
+    __slots__ = ("tenant", "token")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tenant: Tenant
+    token: str
+    def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+
+class UpdateTenantRequest(_message.Message):
+    __slots__ = ("name", "limits")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    limits: TenantLimits
+    def __init__(self, name: _Optional[str] = ..., limits: _Optional[_Union[TenantLimits, _Mapping]] = ...) -> None: ...
+
+class UpdateTenantResponse(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: Tenant
+    def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ...) -> None: ...
+
+class RotateTenantTokenRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RotateTenantTokenResponse(_message.Message):
+    __slots__ = ("tenant", "token")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tenant: Tenant
+    token: str
+    def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+
+class DisableTenantRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DisableTenantResponse(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: Tenant
+    def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ...) -> None: ...
+
+class EnableTenantRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class EnableTenantResponse(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: Tenant
+    def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ...) -> None: ...
+
+class ListTenantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTenantsResponse(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[Tenant]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[Tenant, _Mapping]]] = ...) -> None: ...

@@ -61,6 +61,46 @@ class AdminServiceStub(object):
                 request_serializer=batond_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=batond_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetPolicy = channel.unary_unary(
+                '/batond.v1.AdminService/GetPolicy',
+                request_serializer=batond_dot_v1_dot_admin__pb2.GetPolicyRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.GetPolicyResponse.FromString,
+                _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/batond.v1.AdminService/SetPolicy',
+                request_serializer=batond_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.SetPolicyResponse.FromString,
+                _registered_method=True)
+        self.CreateTenant = channel.unary_unary(
+                '/batond.v1.AdminService/CreateTenant',
+                request_serializer=batond_dot_v1_dot_admin__pb2.CreateTenantRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.CreateTenantResponse.FromString,
+                _registered_method=True)
+        self.UpdateTenant = channel.unary_unary(
+                '/batond.v1.AdminService/UpdateTenant',
+                request_serializer=batond_dot_v1_dot_admin__pb2.UpdateTenantRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.UpdateTenantResponse.FromString,
+                _registered_method=True)
+        self.RotateTenantToken = channel.unary_unary(
+                '/batond.v1.AdminService/RotateTenantToken',
+                request_serializer=batond_dot_v1_dot_admin__pb2.RotateTenantTokenRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.RotateTenantTokenResponse.FromString,
+                _registered_method=True)
+        self.DisableTenant = channel.unary_unary(
+                '/batond.v1.AdminService/DisableTenant',
+                request_serializer=batond_dot_v1_dot_admin__pb2.DisableTenantRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.DisableTenantResponse.FromString,
+                _registered_method=True)
+        self.EnableTenant = channel.unary_unary(
+                '/batond.v1.AdminService/EnableTenant',
+                request_serializer=batond_dot_v1_dot_admin__pb2.EnableTenantRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.EnableTenantResponse.FromString,
+                _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/batond.v1.AdminService/ListTenants',
+                request_serializer=batond_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -103,6 +143,62 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPolicy(self, request, context):
+        """Says which scheduling policy is active, and which there are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetPolicy(self, request, context):
+        """Exchanges the policy of this daemon, until it is restarted; no query is lost. An unknown name is INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateTenant(self, request, context):
+        """Adds a tenant to all daemons of the queue and makes its token, which is shown in this answer only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateTenant(self, request, context):
+        """Replaces what a tenant may do and use, of one that was added by CreateTenant; its token and its jobs stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RotateTenantToken(self, request, context):
+        """Makes a new token, shown in this answer only; the old one is refused from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DisableTenant(self, request, context):
+        """Refuses a tenant's calls from now on. Accepted jobs run; the tenant's name stays taken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EnableTenant(self, request, context):
+        """Lets a disabled tenant in again, with the token it had.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTenants(self, request, context):
+        """Lists all tenants by name, those of the configuration included; never a token or its whole hash.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +226,46 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=batond_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=batond_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPolicy,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.GetPolicyRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.GetPolicyResponse.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.SetPolicyRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.SetPolicyResponse.SerializeToString,
+            ),
+            'CreateTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateTenant,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.CreateTenantRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.CreateTenantResponse.SerializeToString,
+            ),
+            'UpdateTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateTenant,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.UpdateTenantRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.UpdateTenantResponse.SerializeToString,
+            ),
+            'RotateTenantToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateTenantToken,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.RotateTenantTokenRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.RotateTenantTokenResponse.SerializeToString,
+            ),
+            'DisableTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.DisableTenant,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.DisableTenantRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.DisableTenantResponse.SerializeToString,
+            ),
+            'EnableTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.EnableTenant,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.EnableTenantRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.EnableTenantResponse.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +405,222 @@ class AdminService(object):
             '/batond.v1.AdminService/Drain',
             batond_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             batond_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/GetPolicy',
+            batond_dot_v1_dot_admin__pb2.GetPolicyRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.GetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/SetPolicy',
+            batond_dot_v1_dot_admin__pb2.SetPolicyRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.SetPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/CreateTenant',
+            batond_dot_v1_dot_admin__pb2.CreateTenantRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.CreateTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/UpdateTenant',
+            batond_dot_v1_dot_admin__pb2.UpdateTenantRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.UpdateTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateTenantToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/RotateTenantToken',
+            batond_dot_v1_dot_admin__pb2.RotateTenantTokenRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.RotateTenantTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DisableTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/DisableTenant',
+            batond_dot_v1_dot_admin__pb2.DisableTenantRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.DisableTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EnableTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/EnableTenant',
+            batond_dot_v1_dot_admin__pb2.EnableTenantRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.EnableTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/ListTenants',
+            batond_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -23,9 +23,10 @@ _sym_db = _symbol_database.Default()
 
 
 from batond.v1 import types_pb2 as batond_dot_v1_dot_types__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61tond/v1/jobs.proto\x12\tbatond.v1\x1a\x15\x62\x61tond/v1/types.proto\"D\n\x10SubmitJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12 \n\x04spec\x18\x02 \x01(\x0b\x32\x12.batond.v1.JobSpec\"B\n\x11SubmitJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\"[\n\x15GenerateStreamRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12 \n\x04spec\x18\x02 \x01(\x0b\x32\x12.batond.v1.JobSpec\x12\x10\n\x08\x64\x65tached\x18\x03 \x01(\x08\"?\n\x16GenerateStreamResponse\x12%\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x16.batond.v1.StreamEvent\"\xd5\x01\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x18\n\x10\x66rom_token_index\x18\x02 \x01(\r\x12Y\n\x19\x63hoice_from_token_indexes\x18\x03 \x03(\x0b\x32\x36.batond.v1.WatchJobRequest.ChoiceFromTokenIndexesEntry\x1a=\n\x1b\x43hoiceFromTokenIndexesEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"9\n\x10WatchJobResponse\x12%\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x16.batond.v1.StreamEvent\"\x1f\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"-\n\x0eGetJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\"]\n\x0fListJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12#\n\x06states\x18\x03 \x03(\x0e\x32\x13.batond.v1.JobState\"I\n\x10ListJobsResponse\x12\x1c\n\x04jobs\x18\x01 \x03(\x0b\x32\x0e.batond.v1.Job\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\"\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"0\n\x11\x43\x61ncelJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job2\xc0\x03\n\nJobService\x12\x46\n\tSubmitJob\x12\x1b.batond.v1.SubmitJobRequest\x1a\x1c.batond.v1.SubmitJobResponse\x12W\n\x0eGenerateStream\x12 .batond.v1.GenerateStreamRequest\x1a!.batond.v1.GenerateStreamResponse0\x01\x12\x45\n\x08WatchJob\x12\x1a.batond.v1.WatchJobRequest\x1a\x1b.batond.v1.WatchJobResponse0\x01\x12=\n\x06GetJob\x12\x18.batond.v1.GetJobRequest\x1a\x19.batond.v1.GetJobResponse\x12\x43\n\x08ListJobs\x12\x1a.batond.v1.ListJobsRequest\x1a\x1b.batond.v1.ListJobsResponse\x12\x46\n\tCancelJob\x12\x1b.batond.v1.CancelJobRequest\x1a\x1c.batond.v1.CancelJobResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61tond/v1/jobs.proto\x12\tbatond.v1\x1a\x15\x62\x61tond/v1/types.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"D\n\x10SubmitJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12 \n\x04spec\x18\x02 \x01(\x0b\x32\x12.batond.v1.JobSpec\"B\n\x11SubmitJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\x12\x10\n\x08\x61ttached\x18\x02 \x01(\x08\"[\n\x15GenerateStreamRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12 \n\x04spec\x18\x02 \x01(\x0b\x32\x12.batond.v1.JobSpec\x12\x10\n\x08\x64\x65tached\x18\x03 \x01(\x08\"?\n\x16GenerateStreamResponse\x12%\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x16.batond.v1.StreamEvent\"\xd5\x01\n\x0fWatchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x18\n\x10\x66rom_token_index\x18\x02 \x01(\r\x12Y\n\x19\x63hoice_from_token_indexes\x18\x03 \x03(\x0b\x32\x36.batond.v1.WatchJobRequest.ChoiceFromTokenIndexesEntry\x1a=\n\x1b\x43hoiceFromTokenIndexesEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"9\n\x10WatchJobResponse\x12%\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x16.batond.v1.StreamEvent\"\x1f\n\rGetJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"-\n\x0eGetJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\"]\n\x0fListJobsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\x12#\n\x06states\x18\x03 \x03(\x0e\x32\x13.batond.v1.JobState\"I\n\x10ListJobsResponse\x12\x1c\n\x04jobs\x18\x01 \x03(\x0b\x32\x0e.batond.v1.Job\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"c\n\x10UpdateJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tsla_class\x18\x02 \x01(\t\x12,\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"0\n\x11UpdateJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job\"\"\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"0\n\x11\x43\x61ncelJobResponse\x12\x1b\n\x03job\x18\x01 \x01(\x0b\x32\x0e.batond.v1.Job2\x88\x04\n\nJobService\x12\x46\n\tSubmitJob\x12\x1b.batond.v1.SubmitJobRequest\x1a\x1c.batond.v1.SubmitJobResponse\x12W\n\x0eGenerateStream\x12 .batond.v1.GenerateStreamRequest\x1a!.batond.v1.GenerateStreamResponse0\x01\x12\x45\n\x08WatchJob\x12\x1a.batond.v1.WatchJobRequest\x1a\x1b.batond.v1.WatchJobResponse0\x01\x12=\n\x06GetJob\x12\x18.batond.v1.GetJobRequest\x1a\x19.batond.v1.GetJobResponse\x12\x43\n\x08ListJobs\x12\x1a.batond.v1.ListJobsRequest\x1a\x1b.batond.v1.ListJobsResponse\x12\x46\n\tUpdateJob\x12\x1b.batond.v1.UpdateJobRequest\x1a\x1c.batond.v1.UpdateJobResponse\x12\x46\n\tCancelJob\x12\x1b.batond.v1.CancelJobRequest\x1a\x1c.batond.v1.CancelJobResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,32 +35,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WATCHJOBREQUEST_CHOICEFROMTOKENINDEXESENTRY']._loaded_options = None
   _globals['_WATCHJOBREQUEST_CHOICEFROMTOKENINDEXESENTRY']._serialized_options = b'8\001'
-  _globals['_SUBMITJOBREQUEST']._serialized_start=58
-  _globals['_SUBMITJOBREQUEST']._serialized_end=126
-  _globals['_SUBMITJOBRESPONSE']._serialized_start=128
-  _globals['_SUBMITJOBRESPONSE']._serialized_end=194
-  _globals['_GENERATESTREAMREQUEST']._serialized_start=196
-  _globals['_GENERATESTREAMREQUEST']._serialized_end=287
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=289
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=352
-  _globals['_WATCHJOBREQUEST']._serialized_start=355
-  _globals['_WATCHJOBREQUEST']._serialized_end=568
-  _globals['_WATCHJOBREQUEST_CHOICEFROMTOKENINDEXESENTRY']._serialized_start=507
-  _globals['_WATCHJOBREQUEST_CHOICEFROMTOKENINDEXESENTRY']._serialized_end=568
-  _globals['_WATCHJOBRESPONSE']._serialized_start=570
-  _globals['_WATCHJOBRESPONSE']._serialized_end=627
-  _globals['_GETJOBREQUEST']._serialized_start=629
-  _globals['_GETJOBREQUEST']._serialized_end=660
-  _globals['_GETJOBRESPONSE']._serialized_start=662
-  _globals['_GETJOBRESPONSE']._serialized_end=707
-  _globals['_LISTJOBSREQUEST']._serialized_start=709
-  _globals['_LISTJOBSREQUEST']._serialized_end=802
-  _globals['_LISTJOBSRESPONSE']._serialized_start=804
-  _globals['_LISTJOBSRESPONSE']._serialized_end=877
-  _globals['_CANCELJOBREQUEST']._serialized_start=879
-  _globals['_CANCELJOBREQUEST']._serialized_end=913
-  _globals['_CANCELJOBRESPONSE']._serialized_start=915
-  _globals['_CANCELJOBRESPONSE']._serialized_end=963
-  _globals['_JOBSERVICE']._serialized_start=966
-  _globals['_JOBSERVICE']._serialized_end=1414
+  _globals['_SUBMITJOBREQUEST']._serialized_start=91
+  _globals['_SUBMITJOBREQUEST']._serialized_end=159
+  _globals['_SUBMITJOBRESPONSE']._serialized_start=161
+  _globals['_SUBMITJOBRESPONSE']._serialized_end=227
+  _globals['_GENERATESTREAMREQUEST']._serialized_start=229
+  _globals['_GENERATESTREAMREQUEST']._serialized_end=320
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=322
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=385
+  _globals['_WATCHJOBREQUEST']._serialized_start=388
+  _globals['_WATCHJOBREQUEST']._serialized_end=601
+  _globals['_WATCHJOBREQUEST_CHOICEFROMTOKENINDEXESENTRY']._serialized_start=540
+  _globals['_WATCHJOBREQUEST_CHOICEFROMTOKENINDEXESENTRY']._serialized_end=601
+  _globals['_WATCHJOBRESPONSE']._serialized_start=603
+  _globals['_WATCHJOBRESPONSE']._serialized_end=660
+  _globals['_GETJOBREQUEST']._serialized_start=662
+  _globals['_GETJOBREQUEST']._serialized_end=693
+  _globals['_GETJOBRESPONSE']._serialized_start=695
+  _globals['_GETJOBRESPONSE']._serialized_end=740
+  _globals['_LISTJOBSREQUEST']._serialized_start=742
+  _globals['_LISTJOBSREQUEST']._serialized_end=835
+  _globals['_LISTJOBSRESPONSE']._serialized_start=837
+  _globals['_LISTJOBSRESPONSE']._serialized_end=910
+  _globals['_UPDATEJOBREQUEST']._serialized_start=912
+  _globals['_UPDATEJOBREQUEST']._serialized_end=1011
+  _globals['_UPDATEJOBRESPONSE']._serialized_start=1013
+  _globals['_UPDATEJOBRESPONSE']._serialized_end=1061
+  _globals['_CANCELJOBREQUEST']._serialized_start=1063
+  _globals['_CANCELJOBREQUEST']._serialized_end=1097
+  _globals['_CANCELJOBRESPONSE']._serialized_start=1099
+  _globals['_CANCELJOBRESPONSE']._serialized_end=1147
+  _globals['_JOBSERVICE']._serialized_start=1150
+  _globals['_JOBSERVICE']._serialized_end=1670
 # @@protoc_insertion_point(module_scope)

@@ -62,6 +62,11 @@ class JobServiceStub(object):
                 request_serializer=batond_dot_v1_dot_jobs__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=batond_dot_v1_dot_jobs__pb2.ListJobsResponse.FromString,
                 _registered_method=True)
+        self.UpdateJob = channel.unary_unary(
+                '/batond.v1.JobService/UpdateJob',
+                request_serializer=batond_dot_v1_dot_jobs__pb2.UpdateJobRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_jobs__pb2.UpdateJobResponse.FromString,
+                _registered_method=True)
         self.CancelJob = channel.unary_unary(
                 '/batond.v1.JobService/CancelJob',
                 request_serializer=batond_dot_v1_dot_jobs__pb2.CancelJobRequest.SerializeToString,
@@ -83,7 +88,8 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Submits a job and streams its events until it is final. Closing the stream cancels the job unless it is detached.
+        """Submits a job and streams its events until it is final. Closing the stream cancels the job unless it is detached; the
+        call's own deadline is then the job's deadline too, where the spec names no earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +111,14 @@ class JobServiceServicer(object):
 
     def ListJobs(self, request, context):
         """Lists the tenant's jobs, newest first, without their output.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateJob(self, request, context):
+        """Gives a waiting job a less urgent class, or another deadline. A more urgent class is PERMISSION_DENIED, and a job
+        that runs or has ended is FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,6 +158,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.ListJobs,
                     request_deserializer=batond_dot_v1_dot_jobs__pb2.ListJobsRequest.FromString,
                     response_serializer=batond_dot_v1_dot_jobs__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'UpdateJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateJob,
+                    request_deserializer=batond_dot_v1_dot_jobs__pb2.UpdateJobRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_jobs__pb2.UpdateJobResponse.SerializeToString,
             ),
             'CancelJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelJob,
@@ -289,6 +308,33 @@ class JobService(object):
             '/batond.v1.JobService/ListJobs',
             batond_dot_v1_dot_jobs__pb2.ListJobsRequest.SerializeToString,
             batond_dot_v1_dot_jobs__pb2.ListJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.JobService/UpdateJob',
+            batond_dot_v1_dot_jobs__pb2.UpdateJobRequest.SerializeToString,
+            batond_dot_v1_dot_jobs__pb2.UpdateJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -119,7 +119,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., ignore_eos: bool = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class JobSpec(_message.Message):
-    __slots__ = ("model", "text", "chat", "tokens", "sla_class", "sampling", "labels", "session_id")
+    __slots__ = ("model", "text", "chat", "tokens", "sla_class", "sampling", "labels", "session_id", "deadline", "timeout")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,8 @@ class JobSpec(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: TextInput
     chat: ChatInput
@@ -143,7 +145,9 @@ class JobSpec(_message.Message):
     sampling: SamplingParams
     labels: _containers.ScalarMap[str, str]
     session_id: str
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., sla_class: _Optional[str] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., session_id: _Optional[str] = ...) -> None: ...
+    deadline: _timestamp_pb2.Timestamp
+    timeout: _duration_pb2.Duration
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., tokens: _Optional[_Union[TokenInput, _Mapping]] = ..., sla_class: _Optional[str] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., labels: _Optional[_Mapping[str, str]] = ..., session_id: _Optional[str] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -188,7 +192,7 @@ class JobError(_message.Message):
     def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "tenant", "model", "state", "sla_class", "effective_sla_class", "labels", "created_time", "started_time", "finished_time", "queue_time", "queue_position", "preemptions", "recomputed_tokens", "prompt_tokens", "output_tokens", "output_token_ids", "text", "finish_reason", "error", "attempts", "logprobs", "prompt_logprobs", "choices", "cached_prompt_tokens")
+    __slots__ = ("job_id", "tenant", "model", "state", "sla_class", "effective_sla_class", "labels", "created_time", "started_time", "finished_time", "queue_time", "queue_position", "preemptions", "recomputed_tokens", "prompt_tokens", "output_tokens", "output_token_ids", "text", "finish_reason", "error", "attempts", "logprobs", "prompt_logprobs", "choices", "cached_prompt_tokens", "deadline")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +225,7 @@ class Job(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     tenant: str
     model: str
@@ -246,7 +251,8 @@ class Job(_message.Message):
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     choices: _containers.RepeatedCompositeFieldContainer[Choice]
     cached_prompt_tokens: int
-    def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., sla_class: _Optional[str] = ..., effective_sla_class: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., created_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., started_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finished_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., queue_position: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[JobError, _Mapping]] = ..., attempts: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
+    deadline: _timestamp_pb2.Timestamp
+    def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., sla_class: _Optional[str] = ..., effective_sla_class: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., created_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., started_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finished_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., queue_position: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[JobError, _Mapping]] = ..., attempts: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cached_prompt_tokens: _Optional[int] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Queued(_message.Message):
     __slots__ = ("job_id", "position", "effective_sla_class")
