@@ -82,11 +82,18 @@ class Resume(Message, frozen=True):
     request_id: int
 
 
+class SetPolicy(Message, frozen=True):
+    """Exchange the scheduling policy; no query is lost. Answered by CommandResult, and by later snapshots."""
+
+    name: str  # A registered policy; BAD_CONFIG and no change otherwise.
+    request_id: int
+
+
 class Stop(Message, frozen=True):
     """Leave the process after the current step."""
 
 
-Command = Submit | Cancel | HandBack | Park | Resume | Stop
+Command = Submit | Cancel | HandBack | Park | Resume | SetPolicy | Stop
 
 
 # -- events: engine -> front ------------------------------------------------------------------------------
@@ -196,7 +203,7 @@ class QueryFailed(Message, frozen=True):
 
 
 class CommandResult(Message, frozen=True):
-    """The answer to Park and Resume. An empty `reason` is success."""
+    """The answer to Park, Resume and SetPolicy. An empty `reason` is success."""
 
     request_id: int
     reason: str = ""
@@ -245,6 +252,7 @@ class Snapshot(Message, frozen=True):
     ]  # Monotonic: decode_steps, idle_row_steps, parks, resumes, recomputed_tokens, ...
     sessions: int = 0  # Finished turns whose slices are kept in the host pool.
     session_bytes: int = 0  # Part of the used bytes: a parked query gets them if it needs them.
+    policy: str = ""  # Name of the active policy.
 
 
 class StepEvents(Message, frozen=True):
