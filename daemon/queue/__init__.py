@@ -3,6 +3,7 @@
 from batond.daemon.queue.connection import check_server, open_async, open_sync
 from batond.daemon.queue.embedded import EmbeddedRedis
 from batond.daemon.queue.lease import LeaseKeeper
+from batond.daemon.queue.limits import TenantLimits
 from batond.daemon.queue.records import (
     Chunk,
     ClaimedJob,
@@ -46,6 +47,7 @@ __all__ = [
     "Refusal",
     "Renewal",
     "StepCommit",
+    "TenantLimits",
     "Why",
     "check_server",
     "open_async",

@@ -14,7 +14,7 @@ import structlog
 
 from batond.daemon.errors import BatondError
 from batond.daemon.queue.calls import call_sync
-from batond.daemon.queue.store import parse_renewal, renew_args
+from batond.daemon.queue.codec import parse_renewal, renew_args
 
 if TYPE_CHECKING:
     from collections.abc import Callable

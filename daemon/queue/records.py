@@ -94,7 +94,9 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         first_token_ms: First committed token.
         finished_ms: Ended.
         expires_ms: The result goes away.
-        waited_ms: Spent in the queue, over all stays, up to the last claim.
+        waited_ms: Spent in the queue, over all stays, up to the last claim or the end.
+        deadline_ms: When its last token must be out; a job that waits or runs then fails DEADLINE_EXCEEDED.
+        start_by_ms: When it must have got its first row: else the same.
     """
 
     tenant: str
@@ -127,6 +129,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     finished_ms: Count = 0
     expires_ms: Count = 0
     waited_ms: Count = 0
+    deadline_ms: Count = 0
+    start_by_ms: Count = 0
 
     @property
     def total_output_tokens(self) -> int:
@@ -178,11 +182,25 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
         record: As it stands after the claim; `record.epoch` must come with every write.
         spec: What to run.
         choices: What is committed, of each choice.
+        now_ms: Redis clock at the claim: what is left to the record's deadlines is counted from it.
     """
 
     record: JobRecord
     spec: JobSpec
     choices: list[CommittedChoice]
+    now_ms: int = 0
+
+    @property
+    def deadline_in_ms(self) -> int | None:
+        """Left to its deadline at the claim; None if it has none."""
+        return self.record.deadline_ms - self.now_ms if self.record.deadline_ms else None
+
+    @property
+    def start_in_ms(self) -> int | None:
+        """Left at the claim to get its first row; None if it may wait, or had one."""
+        if not self.record.start_by_ms or self.record.started_ms:
+            return None
+        return self.record.start_by_ms - self.now_ms
 
     @property
     def token_ids(self) -> list[int]:
@@ -280,6 +298,7 @@ class Reaped(msgspec.Struct, frozen=True, kw_only=True):
     requeued: list[tuple[str, str]]
     cancelled: list[tuple[str, str]]
     dead: list[tuple[str, str]]
+    late: list[tuple[str, str]]  # Failed DEADLINE_EXCEEDED.
     swept: int  # Expired jobs and dead letters removed.
 
 
@@ -322,7 +341,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         held: Jobs under lease, all daemons.
         dead: Dead letters.
         totals: Monotonic: submitted, claimed, succeeded, cancelled, failed, dead, handed_back, reaped,
-            garbage.
+            late, garbage.
     """
 
     queued: dict[str, int]

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from batond.daemon.errors import (
-    BatondError,
-    ConflictError,
-    ExhaustedError,
-    InvalidRequestError,
-    NotFoundError,
-    StateError,
+from batond.daemon.errors import ConflictError, InvalidRequestError, NotFoundError, StateError
+from batond.daemon.queue.codec import (
+    REFUSALS,
+    commit_args,
+    decode_claimed,
+    encode_limits,
+    parse_renewal,
+    refused_submit,
+    renew_args,
 )
 from batond.daemon.queue.keys import job_ref, split_ref
+from batond.daemon.queue.limits import NO_LIMITS, TenantLimits
 from batond.daemon.queue.reader import JobReader
 from batond.daemon.queue.records import (
     ClaimedJob,
     CommitResult,
-    CommittedChoice,
     GarbageError,
     HandBackOutcome,
     JobRecord,
-    JobState,
     Reaped,
     Refusal,
     Renewal,
     StepCommit,
     Why,
-    decode_chunk,
     decode_record,
-    decode_spec,
-    encode_chunk,
 )
 
 if TYPE_CHECKING:
@@ -45,9 +44,7 @@ if TYPE_CHECKING:
 
 DAY_MS: Final = 24 * 3600 * 1000
 REAP_LIMIT: Final = 200  # Jobs of each kind a reap: bounds the server's time.
-COMMITTABLE: Final = frozenset(
-    {JobState.RUNNING, JobState.PARKED, JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED}
-)
+NOBODY: Final[Mapping[str, TenantLimits]] = MappingProxyType({})
 
 _log = structlog.get_logger(__name__)
 
@@ -97,6 +94,10 @@ class JobStore(JobReader):
         prompt_tokens: int = 0,
         choices: int = 1,
         ttl_ms: int = DAY_MS,
+        deadline_ms: int = 0,
+        deadline_in_ms: int | None = None,
+        longest_queue_ms: int = 0,
+        limits: TenantLimits = NO_LIMITS,
     ) -> tuple[JobRecord, bool]:
         """Accepts a job, or attaches to the one of this id with the same body.
 
@@ -109,28 +110,36 @@ class JobStore(JobReader):
             prompt_tokens: For display before the engine counts.
             choices: Generations wanted: `sampling.n` of the spec.
             ttl_ms: How long the result is kept from the end.
+            deadline_ms: When its last token must be out, by the Redis clock; 0 is never.
+            deadline_in_ms: The same, from now; None is never. The earlier of both counts.
+            longest_queue_ms: Time from now in which it must get its first row; 0 lets it wait.
+            limits: The tenant's.
 
         Returns:
             The record, and whether this call created it.
 
         Raises:
             ConflictError: The id is taken by a job with another body.
-            ExhaustedError: The queue is full.
+            DeadlineError: The deadline has passed already; no job was made.
+            ExhaustedError: The queue is full (`QUEUE_FULL`), or the tenant's part of it
+                (`TENANT_QUEUE_FULL`); the details have `limit`, `waiting` and `retry_ms`.
             InvalidRequestError: An id can't be used.
         """
         given: list[Argument] = ["tenant", tenant, "job_id", job_id, "model", self.keys.model]
         given += ["sla_class", sla_class, "body_hash", body_hash, "ttl_ms", ttl_ms]
         given += ["prompt_tokens", prompt_tokens, "choices", choices]
-        verdict, answer = await self._call(
-            "submit", job_ref(tenant, job_id), spec_json, self._max_queued, *given
+        timing = [deadline_ms, "" if deadline_in_ms is None else deadline_in_ms, longest_queue_ms]
+        verdict, answer, retry_ms = await self._call(
+            "submit",
+            job_ref(tenant, job_id),
+            spec_json,
+            self._max_queued,
+            limits.queued,
+            *timing,
+            *given,
         )
-        if verdict == b"full":
-            raise ExhaustedError(
-                f"the queue holds {answer} waiting jobs, its limit is {self._max_queued}: retry later",
-                reason="QUEUE_FULL",
-                waiting=answer,
-                limit=self._max_queued,
-            )
+        if verdict in REFUSALS:
+            raise refused_submit(verdict, answer, retry_ms, self._max_queued, limits)
         if verdict == b"conflict":
             raise ConflictError(
                 f"job id {job_id!r} is taken by a job with another body: use another id", job_id=job_id
@@ -151,13 +160,25 @@ class JobStore(JobReader):
 
     # -- daemons' side ------------------------------------------------------------------------------------
 
-    async def claim(self, owner: str, limits: Mapping[str, int], *, lease_ms: int) -> list[ClaimedJob]:
-        """Takes waiting jobs, most urgent class first, oldest first. Renew their leases from now on.
+    async def claim(
+        self,
+        owner: str,
+        limits: Mapping[str, int],
+        *,
+        lease_ms: int,
+        tenants: Mapping[str, TenantLimits] = NOBODY,
+    ) -> list[ClaimedJob]:
+        """Takes waiting jobs: class, then tenant by its share, then deadline and arrival.
+
+        Renew their leases from now on. Daemons of one queue should bring the same `tenants`. Where they
+        don't, each job is charged by the weight of the daemon that claimed it, and each daemon holds its own
+        quotas against the common counts: shares lie between, and the larger quota wins.
 
         Args:
             owner: Names this run of this daemon: no other run, before or beside it, may use it.
             limits: Most jobs to take of each class; classes left out get none.
             lease_ms: Time after which somebody else may take them if the lease is not renewed.
+            tenants: Weights and quotas by tenant; one that is not named has weight 1 and no quota.
 
         Raises:
             InvalidRequestError: The owner has no name, which in Redis means: nobody.
@@ -170,11 +191,12 @@ class JobStore(JobReader):
             for sla_class in self.classes:
                 if limits.get(sla_class, 0) > 0:
                     rooms += [sla_class, limits[sla_class]]
-            reply = await self._call("claim", owner, lease_ms, len(held), *held, *rooms)
+            shares = encode_limits(tenants)
+            now_ms, reply = await self._call("claim", owner, lease_ms, shares, len(held), *held, *rooms)
             jobs = []
             for raw_ref, flat, spec, output in reply:
                 try:
-                    job = _claimed(raw_ref, flat, spec, output)
+                    job = decode_claimed(raw_ref, flat, spec, output, int(now_ms))
                 except GarbageError as error:
                     _log.warning("job_unreadable", ref=repr(raw_ref), error=str(error))
                     await self._call("bury", raw_ref, owner, str(error))
@@ -192,7 +214,7 @@ class JobStore(JobReader):
             return CommitResult(refused=[], cancel=[])
         args: list[Argument] = [owner]
         for commit in commits:
-            args += _commit_args(commit)
+            args += commit_args(commit)
         refused, cancel = await self._call("commit_step", *args)
         refusals = [
             Refusal(
@@ -254,14 +276,15 @@ class JobStore(JobReader):
         return parse_renewal(await self._call("renew", *renew_args(owner, held, lease_ms)))
 
     async def reap(self) -> Reaped:
-        """Takes jobs from dead daemons and removes what expired. Any daemon may call it at any time."""
-        requeued, cancelled, dead, swept = await self._call(
-            "reap", self._max_attempts, REAP_LIMIT, self._dead_ttl_ms
+        """Takes jobs from dead daemons, fails those that wait too long, and removes what expired.
+
+        Any daemon may call it at any time.
+        """
+        *lists, swept = await self._call("reap", self._max_attempts, REAP_LIMIT, self._dead_ttl_ms)
+        requeued, cancelled, dead, late = (
+            [split_ref(ref.decode(errors="replace")) for ref in refs] for refs in lists
         )
-        requeued, cancelled, dead = (
-            [split_ref(ref.decode(errors="replace")) for ref in refs] for refs in (requeued, cancelled, dead)
-        )
-        return Reaped(requeued=requeued, cancelled=cancelled, dead=dead, swept=swept)
+        return Reaped(requeued=requeued, cancelled=cancelled, dead=dead, late=late, swept=swept)
 
     def forget(self, owner: str, tenant: str, job_id: str, *, epoch: int) -> None:
         """Drops a job that this daemon lost (a renewal said so) from what later claims name as held."""
@@ -289,82 +312,3 @@ class JobStore(JobReader):
         """
         if not await self._call("dead_drop", name):
             raise NotFoundError(f"{name!r} is not in the dead-letter list", name=name)
-
-
-def renew_args(owner: str, held: Sequence[tuple[str, str, int]], lease_ms: int) -> list[Argument]:
-    """Arguments of `renew.lua`."""
-    args: list[Argument] = [owner, lease_ms]
-    for tenant, job_id, epoch in held:
-        args += [job_ref(tenant, job_id), epoch]
-    return args
-
-
-def parse_renewal(reply: list[list[bytes]]) -> Renewal:
-    """Answer of `renew.lua`."""
-    lost, cancel = ([split_ref(ref.decode()) for ref in refs] for refs in reply)
-    return Renewal(lost=lost, cancel=cancel)
-
-
-def _commit_args(commit: StepCommit) -> list[Argument]:
-    """The arguments of one item of `commit_step.lua`: 11, and 5 a chunk."""
-    if commit.state is not None and commit.state not in COMMITTABLE:
-        raise BatondError(f"a step can't make a job {commit.state}", reason="WRONG_STATE")
-    args: list[Argument] = [
-        job_ref(commit.tenant, commit.job_id),
-        commit.epoch,
-        commit.state or "",
-        commit.prompt_tokens,
-        commit.preemptions,
-        commit.recomputed_tokens,
-        commit.cached_prompt_tokens,
-        commit.finish_reason,
-        commit.error_reason,
-        commit.error_message,
-        len(commit.chunks),
-    ]
-    for chunk in commit.chunks:
-        args += [chunk.choice, chunk.first_index, len(chunk.token_ids), int(chunk.finish_reason != "")]
-        args.append(encode_chunk(chunk))
-    return args
-
-
-def _claimed(
-    raw_ref: bytes, flat: list[bytes], spec: bytes | None, outputs: list[list[tuple[bytes, list[bytes]]]]
-) -> ClaimedJob:
-    """Reads one job of a claim's reply, trusting nothing.
-
-    Raises:
-        GarbageError: Something in it is not ours.
-    """
-    record = decode_record(flat)
-    try:
-        named = job_ref(record.tenant, record.job_id).encode()
-    except BatondError as error:
-        raise GarbageError(f"record: {error}") from error
-    if named != raw_ref:
-        raise GarbageError("record: it names another job")
-    job = ClaimedJob(
-        record=record, spec=decode_spec(spec), choices=[_committed(output) for output in outputs]
-    )
-    if not len(outputs) == record.choices == job.spec.sampling.n:
-        raise GarbageError(f"record: {record.choices} choices, the spec says {job.spec.sampling.n}")
-    for index, choice in enumerate(job.choices):
-        said = record.choice_tokens.get(index, 0) if index else record.output_tokens
-        if len(choice.token_ids) != said:
-            raise GarbageError(f"output: {len(choice.token_ids)} tokens, the record says {said}")
-    return job
-
-
-def _committed(output: list[tuple[bytes, list[bytes]]]) -> CommittedChoice:
-    """Reads the output of one choice."""
-    token_ids: list[int] = []
-    text: list[str] = []
-    finish_reason = ""
-    for _, pairs in output:
-        chunk = decode_chunk(pairs[1])
-        if chunk.first_index != len(token_ids):
-            raise GarbageError(f"output: a chunk at {chunk.first_index} follows {len(token_ids)} tokens")
-        token_ids += chunk.token_ids
-        text.append(chunk.text)
-        finish_reason = chunk.finish_reason
-    return CommittedChoice(token_ids=token_ids, text="".join(text), finish_reason=finish_reason)

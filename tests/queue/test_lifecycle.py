@@ -124,7 +124,7 @@ async def test_a_full_queue_refuses(queue: Queue) -> None:
     assert await submit("b", "standard")
     with pytest.raises(ExhaustedError) as caught:
         await submit("c", "interactive")
-    assert caught.value.details == {"waiting": "2", "limit": "2"}
+    assert caught.value.details == {"waiting": "2", "limit": "2", "retry_ms": "1000"}
     assert not await submit("a", "batch")  # Attaching needs no room.
     await queue.claim(1)
     assert await submit("c", "interactive")

@@ -1,11 +1,11 @@
 -- Gives waiting jobs to a daemon, most urgent class first, first come first served inside a class.
 -- KEYS  base
--- ARGV  owner, lease_ms, number of held, held refs ..., then pairs of class and limit in order of urgency
+-- ARGV  owner, lease_ms, limits of tenants, number of held, held refs ..., then pairs of class and limit in order of urgency
 -- Gives a list of {ref, record, spec, outputs}; an output a choice, as XRANGE gives it.
 -- From  queued -> claimed, epoch + 1.
 -- A claim whose reply got lost leaves jobs that this owner has but does not name as held: they are given
 -- again under their epoch, so a repeated call loses nothing.
-local owner, lease_ms, held_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local owner, lease_ms, held_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[4])
 local GARBAGE_PER_CALL = 100
 local now_ms = clock()
 local lease_end = int(now_ms + lease_ms)
@@ -38,7 +38,7 @@ local function waiting(ref, class)
 end
 
 local held = {}
-for i = 4, 3 + held_count do
+for i = 5, 4 + held_count do
   held[ARGV[i]] = true
 end
 for _, ref in ipairs(redis.call('SMEMBERS', OWNER .. owner)) do
@@ -53,7 +53,7 @@ for _, ref in ipairs(redis.call('SMEMBERS', OWNER .. owner)) do
 end
 
 local rubbish = 0
-for i = 4 + held_count, #ARGV, 2 do
+for i = 5 + held_count, #ARGV, 2 do
   local class, room = ARGV[i], tonumber(ARGV[i + 1])
   mend({ { QUEUE .. class, 'zset' } }, now_ms)
   while room > 0 and rubbish < GARBAGE_PER_CALL do
@@ -77,4 +77,4 @@ for i = 4 + held_count, #ARGV, 2 do
     end
   end
 end
-return given
+return { int(now_ms), given }

@@ -47,4 +47,4 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', DEAD, '-inf', old, 'LIMIT', 0,
   end
   swept = swept + 1
 end
-return { outcome.queued, outcome.cancelled, outcome.dead, swept }
+return { outcome.queued, outcome.cancelled, outcome.dead, {}, swept }

@@ -1,11 +1,12 @@
 -- Accepts a job, or attaches to the one that has its id.
 -- KEYS  base
--- ARGV  ref, spec, max_queued, then pairs of field and value: tenant, job_id, model, sla_class, body_hash, ttl_ms ...
+-- ARGV  ref, spec, max_queued, max queued of the tenant (0: any), deadline_ms (0: never), deadline_in_ms or '',
+--       longest_queue_ms (0: any), then pairs of field and value: tenant, job_id, model, sla_class, body_hash, ttl_ms ...
 -- Gives {'created' | 'attached' | 'conflict', record} or {'full', waiting jobs}.
 -- From  no job -> queued. An existing job, whatever its state, is left as it is.
 local ref, spec, max_queued = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local given = {}
-for i = 4, #ARGV, 2 do
+for i = 8, #ARGV, 2 do
   given[ARGV[i]] = ARGV[i + 1]
 end
 local now_ms, now_us = clock()
@@ -13,7 +14,7 @@ local now_ms, now_us = clock()
 local old = fields(ref, 'state', 'body_hash')
 if old and old[1] and old[2] then
   local verdict = old[2] == given.body_hash and 'attached' or 'conflict'
-  return { verdict, redis.call('HGETALL', JOB .. ref) }
+  return { verdict, redis.call('HGETALL', JOB .. ref), 0 }
 elseif redis.call('EXISTS', JOB .. ref) == 1 then
   garbage(ref, 'a submit found no job record under this name; removed', now_ms)
 end
@@ -25,17 +26,17 @@ for _, class in ipairs(redis.call('SMEMBERS', CLASSES)) do
   waiting = waiting + redis.call('ZCARD', QUEUE .. class)
 end
 if waiting >= max_queued then
-  return { 'full', waiting }
+  return { 'full', waiting, 1000 }
 end
 
 remove(ref, count(given.choices)) -- left-overs of an expired job of this name that the sweep has not seen yet
 local arrival_us = math.max(now_us, (tonumber(redis.call('GET', CLOCK)) or 0) + 1)
 redis.call('SET', CLOCK, int(arrival_us))
 redis.call('HSET', JOB .. ref, 'state', 'queued', 'arrival_us', int(arrival_us),
-  'created_ms', int(now_ms), 'queued_ms', int(now_ms), unpack(ARGV, 4))
+  'created_ms', int(now_ms), 'queued_ms', int(now_ms), unpack(ARGV, 8))
 redis.call('SET', SPEC .. ref, spec)
 redis.call('ZADD', QUEUE .. given.sla_class, int(arrival_us), ref)
 redis.call('ZADD', TENANT .. ref:match('^([^/]+)/'), int(arrival_us), ref)
 redis.call('HINCRBY', TOTALS, 'submitted', 1)
 redis.call('PUBLISH', WAKE, given.sla_class)
-return { 'created', redis.call('HGETALL', JOB .. ref) }
+return { 'created', redis.call('HGETALL', JOB .. ref), 0 }

@@ -1,0 +1,160 @@
+"""What the queue's scripts take and give, in Python's terms."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+import msgspec
+
+from batond.daemon.errors import BatondError, DeadlineError, ExhaustedError
+from batond.daemon.queue.keys import job_ref, split_ref
+from batond.daemon.queue.records import (
+    ClaimedJob,
+    CommittedChoice,
+    GarbageError,
+    JobState,
+    Renewal,
+    StepCommit,
+    decode_chunk,
+    decode_record,
+    decode_spec,
+    encode_chunk,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from batond.daemon.queue.calls import Argument
+    from batond.daemon.queue.limits import TenantLimits
+
+#: Verdicts of `submit.lua` that made no job.
+REFUSALS: Final = frozenset({b"full", b"quota", b"late"})
+COMMITTABLE: Final = frozenset(
+    {JobState.RUNNING, JobState.PARKED, JobState.SUCCEEDED, JobState.CANCELLED, JobState.FAILED}
+)
+
+
+def refused_submit(
+    verdict: bytes, number: int, retry_ms: int, max_queued: int, limits: TenantLimits
+) -> BatondError:
+    """The error for a refused submit; `number` is waiting jobs, or for a late one the ms it is late."""
+    if verdict == b"late":
+        return DeadlineError(
+            f"the deadline passed {number} ms ago, by the clock of Redis: the job was not queued",
+            late_ms=number,
+            queue_ms=0,
+        )
+    if verdict == b"quota":
+        return ExhaustedError(
+            f"this tenant has {number} waiting jobs, its limit is {limits.queued}: retry later",
+            reason="TENANT_QUEUE_FULL",
+            waiting=number,
+            limit=limits.queued,
+            retry_ms=retry_ms,
+        )
+    return ExhaustedError(
+        f"the queue holds {number} waiting jobs, its limit is {max_queued}: retry later",
+        reason="QUEUE_FULL",
+        waiting=number,
+        limit=max_queued,
+        retry_ms=retry_ms,
+    )
+
+
+def encode_limits(tenants: Mapping[str, TenantLimits]) -> bytes:
+    """What `claim.lua` has to know of tenants: quoted name -> weight, running, tokens per minute."""
+    if not tenants:
+        return b""
+    return msgspec.json.encode(
+        {
+            quote(name, safe=""): (one.weight, one.running, one.tokens_per_minute)
+            for name, one in tenants.items()
+        }
+    )
+
+
+def renew_args(owner: str, held: Sequence[tuple[str, str, int]], lease_ms: int) -> list[Argument]:
+    """Arguments of `renew.lua`."""
+    args: list[Argument] = [owner, lease_ms]
+    for tenant, job_id, epoch in held:
+        args += [job_ref(tenant, job_id), epoch]
+    return args
+
+
+def parse_renewal(reply: list[list[bytes]]) -> Renewal:
+    """Answer of `renew.lua`."""
+    lost, cancel = ([split_ref(ref.decode()) for ref in refs] for refs in reply)
+    return Renewal(lost=lost, cancel=cancel)
+
+
+def commit_args(commit: StepCommit) -> list[Argument]:
+    """The arguments of one item of `commit_step.lua`: 11, and 5 a chunk."""
+    if commit.state is not None and commit.state not in COMMITTABLE:
+        raise BatondError(f"a step can't make a job {commit.state}", reason="WRONG_STATE")
+    args: list[Argument] = [
+        job_ref(commit.tenant, commit.job_id),
+        commit.epoch,
+        commit.state or "",
+        commit.prompt_tokens,
+        commit.preemptions,
+        commit.recomputed_tokens,
+        commit.cached_prompt_tokens,
+        commit.finish_reason,
+        commit.error_reason,
+        commit.error_message,
+        len(commit.chunks),
+    ]
+    for chunk in commit.chunks:
+        args += [chunk.choice, chunk.first_index, len(chunk.token_ids), int(chunk.finish_reason != "")]
+        args.append(encode_chunk(chunk))
+    return args
+
+
+def decode_claimed(
+    raw_ref: bytes,
+    flat: list[bytes],
+    spec: bytes | None,
+    outputs: list[list[tuple[bytes, list[bytes]]]],
+    now_ms: int,
+) -> ClaimedJob:
+    """Reads one job of a claim's reply, trusting nothing.
+
+    Raises:
+        GarbageError: Something in it is not ours.
+    """
+    record = decode_record(flat)
+    try:
+        named = job_ref(record.tenant, record.job_id).encode()
+    except BatondError as error:
+        raise GarbageError(f"record: {error}") from error
+    if named != raw_ref:
+        raise GarbageError("record: it names another job")
+    job = ClaimedJob(
+        record=record,
+        spec=decode_spec(spec),
+        choices=[_committed(output) for output in outputs],
+        now_ms=now_ms,
+    )
+    if not len(outputs) == record.choices == job.spec.sampling.n:
+        raise GarbageError(f"record: {record.choices} choices, the spec says {job.spec.sampling.n}")
+    for index, choice in enumerate(job.choices):
+        said = record.choice_tokens.get(index, 0) if index else record.output_tokens
+        if len(choice.token_ids) != said:
+            raise GarbageError(f"output: {len(choice.token_ids)} tokens, the record says {said}")
+    return job
+
+
+def _committed(output: list[tuple[bytes, list[bytes]]]) -> CommittedChoice:
+    """Reads the output of one choice."""
+    token_ids: list[int] = []
+    text: list[str] = []
+    finish_reason = ""
+    for _, pairs in output:
+        chunk = decode_chunk(pairs[1])
+        if chunk.first_index != len(token_ids):
+            raise GarbageError(f"output: a chunk at {chunk.first_index} follows {len(token_ids)} tokens")
+        token_ids += chunk.token_ids
+        text.append(chunk.text)
+        finish_reason = chunk.finish_reason
+    return CommittedChoice(token_ids=token_ids, text="".join(text), finish_reason=finish_reason)
