@@ -113,7 +113,14 @@ class RingBatch:
         return KVSlice(tokens, self._state[row].clone())
 
     def free(self, row: int) -> None:
-        """Make a row idle; its columns are free from now on."""
+        """Make a row idle; its columns are free from now on.
+
+        They are zeroed: rows read together see each other's span behind a mask, and what is masked counts as
+        zero times its value, which is not zero where one query's numbers overflowed.
+        """
+        for first, last in self._ranges(self._lengths[row]):
+            self._storage[row, first:last] = 0
+        self._state[row] = 0
         self._lengths[row] = 0
 
     def step(self, tokens: Mapping[int, Sequence[int]]) -> torch.Tensor:
@@ -198,8 +205,8 @@ class RingLayerMixin:
         Returns:
             Shape [rows, heads, columns of the window, dim]; views, unless the window is `in_order` and wraps.
         """
-        self.key_store[:, self.window.cursor] = key_states[:, :, 0]
-        self.value_store[:, self.window.cursor] = value_states[:, :, 0]
+        self.window.write(self.key_store, key_states)
+        self.window.write(self.value_store, value_states)
         keys, values = self.window.read(self.key_store), self.window.read(self.value_store)
         return keys.transpose(1, 2), values.transpose(1, 2)
 

@@ -97,6 +97,7 @@ class RingWindow:
         self.spans: tuple[tuple[int, int], ...] = ((0, 1),)
         self.lengths: list[int] = []
         self.runs: list[Run] = []
+        self._writing: torch.Tensor | None = None
 
     @property
     def rotated(self) -> bool:
@@ -110,8 +111,23 @@ class RingWindow:
         if len(self.spans) > 1 and not self.in_order:
             self.spans = ((0, self.capacity),)
         self.size = sum(last - first for first, last in self.spans)
+        occupied = [row for row, length in enumerate(lengths) if length]
+        every = len(occupied) == len(lengths)
+        self._writing = None if every else torch.tensor(occupied, device=self.device)
         self.lengths = [max(length, 1) for length in lengths]
         self.runs = [self._run(rows) for rows in self._groups()]
+
+    def write(self, store: torch.Tensor, states: torch.Tensor) -> None:
+        """Write the newest column of the occupied rows; what an idle row computes is nobody's.
+
+        Args:
+            store: Shape [rows, capacity, heads, dim].
+            states: Shape [rows, heads, 1, dim].
+        """
+        if self._writing is None:
+            store[:, self.cursor] = states[:, :, 0]
+        else:
+            store[self._writing, self.cursor] = states[self._writing, :, 0]
 
     def read(self, store: torch.Tensor) -> torch.Tensor:
         """The columns handed to the model; a view, unless they are copied together.

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     MakeStand = Callable[[str, str], Any]
     MakeEngine = Callable[..., LocalEngine]
 
-STALE_COLUMNS = pytest.mark.xfail(
-    strict=True, reason="masked columns of the ring still multiply: 0 x NaN of an earlier owner is NaN"
-)
 KINDS_OF_CACHE = ["llama", "mistral", "gemma2", "gpt_oss", "lfm2"]
 EVERYTHING = SamplingParams(
     max_tokens=9,
@@ -190,15 +187,9 @@ class LateCopier:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2"])
 def test_late_copies_and_poisoned_memory_change_nothing(
-    request: pytest.FixtureRequest,
-    make_engine: MakeEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    batch_kind: str,
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, family: str, batch_kind: str
 ) -> None:
     """R5: a row's bytes turn to NaN as soon as it is free, host bytes as soon as they are given back."""
-    if batch_kind == "ring":
-        request.applymarker(STALE_COLUMNS)
     monkeypatch.setattr("batond.daemon.engine.local.copier_for", lambda _: LateCopier())
     model = make_family(family)
     engine = make_engine(model, rows=3, batch=batch_kind, chunk_tokens=4, max_query_tokens=40)

@@ -10,6 +10,7 @@ import torch
 
 from batond.bench import families
 from batond.daemon.engine import ring_attention
+from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,3 +167,27 @@ def test_latents_are_expanded_over_the_live_window_only(
     assert set(handed) == {10}
     assert close(logits[0], bench.alone([*prompt(4), 5, 6]))
     assert close(logits[1], bench.alone([*prompt(9, 11), 7]))
+
+
+def test_numbers_that_overflowed_stay_with_their_query(bench: Any) -> None:
+    """One query's NaN is not the next one's, though rows are read together."""
+    ring = bench.ring(2, 40)
+    ring.embed(1, bench.prefilled(prompt(20)))
+    bad = bench.prefilled(prompt(12, 11))
+    ring.embed(0, KVSlice(torch.full_like(bad.tokens, 0xFF), torch.full_like(bad.state, 0xFF)))
+    ring.step({0: [5], 1: [5]})
+    ring.free(0)
+    ring.step({1: [6]})
+    ring.embed(0, bench.prefilled(prompt(2)))
+    logits = ring.step({0: [7], 1: [7]})
+    assert close(logits[0], bench.alone([*prompt(2), 7]))
+    assert close(logits[1], bench.alone([*prompt(20), 5, 6, 7]))
+
+
+def test_an_idle_row_writes_nothing(bench: Any) -> None:
+    ring = bench.ring(3, 40)
+    ring.embed(1, bench.prefilled(prompt(20)))
+    for token in range(5, 9):
+        ring.step({1: [token]})
+    assert not ring._storage[0].any()
+    assert not ring._storage[2].any()
