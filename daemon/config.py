@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ByteSize,
     ConfigDict,
@@ -21,12 +19,13 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from batond.daemon.config_base import Seconds, Section, StringList, parse_json
+from batond.daemon.config_tenants import TenantConfig, check_tenants
 from batond.daemon.engine.params import MAX_N
 from batond.policies.classes import DEFAULT_CLASSES, SlaClass, SlaClasses
 
 ENV_PREFIX: Final = "BATOND_"
 SMOLLM2_NAME: Final = "SmolLM2-135M-Instruct"
-_TENANT_NAME: Final = r"^[a-z0-9][a-z0-9_.-]{0,62}$"
 _LARGEST_PORT: Final = 65535
 _LARGEST_UNIX_PATH_BYTES: Final = 107  # The kernel's limit on the path of a Unix socket.
 
@@ -79,28 +78,7 @@ def is_local(address: str) -> bool:
         return host == "localhost"
 
 
-def _split(value: object) -> object:
-    """Let one string stand for a list: JSON, or items separated by commas."""
-    if not isinstance(value, str):
-        return value
-    if value.lstrip().startswith("["):
-        return json.loads(value)
-    return [item.strip() for item in value.split(",") if item.strip()]
-
-
-def _parse_json(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
-
-
-StringList = Annotated[list[str], NoDecode, BeforeValidator(_split)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-class ServerSettings(_Section):
+class ServerSettings(Section):
     """Where and how clients reach the daemon.
 
     Attributes:
@@ -108,6 +86,11 @@ class ServerSettings(_Section):
         metrics_listen: `host:port` of Prometheus metrics over HTTP; empty is off.
         max_message_bytes: Longest request that is read; a longer one is answered RESOURCE_EXHAUSTED.
         allow_insecure: Accept a non-loopback address without TLS and credentials.
+        require_credentials: Let nobody in without credentials, not even while there are no tenants: the first
+            one is then added through the administrators' socket.
+        admin_socket: Path of the local administrators' socket; `auto` is `admin.sock` beside the first Unix
+            socket of `listen`, empty is off.
+        admin_users: Users of this host, by name or number, who may use it beside root and the daemon's own.
         reflection: Let clients such as grpcurl list the services.
     """
 
@@ -117,6 +100,9 @@ class ServerSettings(_Section):
     metrics_listen: str = "127.0.0.1:9431"
     max_message_bytes: ByteSize = Field(default=ByteSize(16 << 20), ge=64 << 10, le=1 << 30)
     allow_insecure: bool = False
+    require_credentials: bool = False
+    admin_socket: str = "auto"
+    admin_users: StringList = Field(default_factory=list)
     reflection: bool = True
 
     @field_validator("listen")
@@ -130,6 +116,21 @@ class ServerSettings(_Section):
                 split_address(address)
         return listen
 
+    @field_validator("admin_socket")
+    @classmethod
+    def _check_admin_socket(cls, path: str) -> str:
+        if path not in {"", "auto"} and not path.startswith("/"):
+            raise ValueError(f"{path!r} is neither an absolute path nor 'auto' nor empty")
+        return path
+
+    @property
+    def admin_socket_path(self) -> Path | None:
+        """The local administrators' socket, or None where there is none."""
+        if self.admin_socket != "auto":
+            return Path(self.admin_socket) if self.admin_socket else None
+        sockets = [address.removeprefix("unix:") for address in self.listen if address.startswith("unix:")]
+        return Path(sockets[0]).with_name("admin.sock") if sockets else None
+
     @field_validator("metrics_listen")
     @classmethod
     def _check_metrics_listen(cls, address: str) -> str:
@@ -138,7 +139,7 @@ class ServerSettings(_Section):
         return address
 
 
-class TlsSettings(_Section):
+class TlsSettings(Section):
     """Certificates in PEM files; without them the daemon speaks plain text.
 
     Attributes:
@@ -165,7 +166,7 @@ class TlsSettings(_Section):
         return self.cert_file is not None
 
 
-class ModelSettings(_Section):
+class ModelSettings(Section):
     """What is served. Code that comes with weights is never run: there is no switch for it.
 
     Attributes:
@@ -196,7 +197,7 @@ class ModelSettings(_Section):
         return SMOLLM2_NAME if self.path == "smollm2" else Path(self.path).name.removesuffix(".gguf")
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """The batch and its scheduling; see `EngineSettings` for what each value means to the engine.
 
     Attributes:
@@ -234,7 +235,7 @@ class EngineConfig(_Section):
     threads: int = Field(default=0, ge=0, le=4096)
 
 
-class QueueSettings(_Section):
+class QueueSettings(Section):
     """Where jobs live.
 
     Attributes:
@@ -256,7 +257,7 @@ class QueueSettings(_Section):
     claim_ahead: int = Field(default=2, ge=1)
 
 
-class ServiceSettings(_Section):
+class ServiceSettings(Section):
     """Life of the process.
 
     Attributes:
@@ -270,7 +271,7 @@ class ServiceSettings(_Section):
     engine_backoff_s: Seconds = 0.5
 
 
-class ClassConfig(_Section):
+class ClassConfig(Section):
     """An SLA class; see `batond.policies.classes.SlaClass`."""
 
     name: str
@@ -282,33 +283,7 @@ class ClassConfig(_Section):
     share: float = 1.0
 
 
-class TenantConfig(_Section):
-    """Who may use the daemon.
-
-    Attributes:
-        name: Appears in logs and metrics.
-        token_sha256: SHA-256 (hex) of the bearer token; make one with `batond hash-token`.
-        classes: SLA classes the tenant may ask for; empty is all.
-        default_class: Class if a request names none; empty: `standard` if allowed, else the least urgent.
-        lower_class: Serve a request for a forbidden class under the default class instead of refusing it.
-        admin: May use the admin service.
-        weight: Share among tenants where a policy uses one.
-        max_queued: Most jobs of the tenant that wait; 0 is no limit of its own. Read, not enforced yet.
-        longest_prompt_tokens: Longest prompt; 0 is no limit of its own.
-    """
-
-    name: str = Field(pattern=_TENANT_NAME)
-    token_sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
-    classes: StringList = []
-    default_class: str = ""
-    lower_class: bool = False
-    admin: bool = False
-    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    max_queued: int = Field(default=0, ge=0)
-    longest_prompt_tokens: int = Field(default=0, ge=0)
-
-
-class LogSettings(_Section):
+class LogSettings(Section):
     """Attributes: level: least severity that is shown; format: `auto` is console on a terminal, else JSON."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
@@ -334,8 +309,8 @@ class Settings(BaseSettings):
     queue: QueueSettings = Field(default_factory=QueueSettings)
     service: ServiceSettings = Field(default_factory=ServiceSettings)
     log: LogSettings = Field(default_factory=LogSettings)
-    classes: Annotated[list[ClassConfig], NoDecode, BeforeValidator(_parse_json)] = []
-    tenants: Annotated[list[TenantConfig], NoDecode, BeforeValidator(_parse_json)] = []
+    classes: Annotated[list[ClassConfig], NoDecode, BeforeValidator(parse_json)] = []
+    tenants: Annotated[list[TenantConfig], NoDecode, BeforeValidator(parse_json)] = []
 
     @property
     def sla_classes(self) -> SlaClasses:
@@ -347,27 +322,21 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _check_exposure(self) -> Settings:
         """Refuse to serve strangers in plain text, or without asking who they are."""
+        asked = bool(self.tenants) or self.server.require_credentials
         open_to_all = [address for address in self.server.listen if not is_local(address)]
-        if open_to_all and not self.server.allow_insecure and not (self.tls.on and self.tenants):
+        if open_to_all and not self.server.allow_insecure and not (self.tls.on and asked):
             raise ValueError(
                 f"{open_to_all[0]} can be reached from other hosts: configure tls.cert_file, tls.key_file and"
-                " tenants with tokens, or set server.allow_insecure = true"
+                " tenants with tokens or certificates (or server.require_credentials), or set"
+                " server.allow_insecure = true"
             )
         return self
 
     @model_validator(mode="after")
     def _check_tenants(self) -> Settings:
-        known = self.sla_classes
-        for key in ("name", "token_sha256"):
-            values = [getattr(tenant, key).lower() for tenant in self.tenants]
-            if len(set(values)) < len(values):
-                raise ValueError(f"two tenants have the same {key}")
-        for tenant in self.tenants:
-            for name in [*tenant.classes, *filter(None, [tenant.default_class])]:
-                if name not in known:
-                    raise ValueError(
-                        f"tenant {tenant.name}: unknown class {name!r}; known are {', '.join(known.names)}"
-                    )
-            if tenant.default_class and tenant.classes and tenant.default_class not in tenant.classes:
-                raise ValueError(f"tenant {tenant.name}: default_class is not among its classes")
+        check_tenants(self.tenants, self.sla_classes)
+        if not self.tls.client_ca_file and any(tenant.certificate_subject for tenant in self.tenants):
+            raise ValueError(
+                "tenants.certificate_subject needs tls.client_ca_file, which checks certificates"
+            )
         return self

@@ -1,37 +1,46 @@
-"""Who calls: a bearer token names a tenant. Only SHA-256 hashes of tokens are kept."""
+"""Who calls: a bearer token, a client certificate or a local administrator's socket names a tenant.
+
+Only SHA-256 hashes of tokens are kept. A token is 256 random bits, so a plain hash can't be guessed back.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from batond.daemon.config_tenants import allowed_classes
 from batond.daemon.errors import PermissionDeniedError, UnauthenticatedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from batond.daemon.config import TenantConfig
+    from batond.daemon.config_tenants import TenantConfig, TenantRights
     from batond.policies.classes import SlaClasses
 
 DEFAULT_TENANT: Final = "default"
 _PREFERRED_CLASS: Final = "standard"
 _SCHEME: Final = "bearer "
+#: What gRPC calls the parts of a certificate that was checked against `tls.client_ca_file`.
+_SUBJECT_KEYS: Final = ("x509_subject", "x509_common_name")
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who calls and what it may.
+    """Who calls and what it may. A limit of 0 is no limit of the tenant's own.
 
     Attributes:
         name: Scope of its jobs.
         admin: May use the admin service.
         classes: Names of the classes it may use.
         default_class: Class of a request that names none.
-        lower_class: A forbidden class becomes `default_class` instead of an error.
-        max_queued: Most jobs that wait; 0 is no limit of its own. Not enforced yet.
-        longest_prompt_tokens: Longest prompt; 0 is no limit of its own.
+        lower_class: Too urgent a class becomes the most urgent allowed one instead of an error.
+        weight: Share among tenants that compete.
+        max_queued: Most jobs that wait.
+        max_running: Most jobs that run at the same time, on all daemons.
+        tokens_per_minute: Most tokens a minute, of prompts and outputs.
+        longest_prompt_tokens: Longest prompt.
     """
 
     name: str
@@ -39,51 +48,151 @@ class Tenant:
     classes: frozenset[str]
     default_class: str
     lower_class: bool = False
+    weight: float = 1.0
     max_queued: int = 0
+    max_running: int = 0
+    tokens_per_minute: int = 0
     longest_prompt_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A tenant and how it is known.
+
+    Attributes:
+        tenant: Who.
+        token_hash: SHA-256 of its token; empty if it has none.
+        certificate_subject: Common name or whole subject of its client certificate; empty if it has none.
+        disabled: It is known, and refused.
+    """
+
+    tenant: Tenant
+    token_hash: bytes = b""
+    certificate_subject: str = ""
+    disabled: bool = False
+
+
 class Identities:
-    """Finds the tenant of a call. Without configured tenants, whoever can connect is the one default tenant.
+    """Finds the tenant of a call. Where there are no tenants at all, whoever can connect is the default one.
 
     Args:
         tenants: As configured.
         classes: All classes.
+        required: Never let anybody in without credentials, not even while there are no tenants.
     """
 
-    def __init__(self, tenants: Iterable[TenantConfig], classes: SlaClasses) -> None:
-        self._by_hash = [(bytes.fromhex(t.token_sha256), _tenant(t, classes)) for t in tenants]
+    def __init__(
+        self, tenants: Iterable[TenantConfig], classes: SlaClasses, *, required: bool = False
+    ) -> None:
+        self._configured = tuple(account_of(config, classes) for config in tenants)
+        self._required = required
         everything = frozenset(classes.names)
         self._anybody = Tenant(DEFAULT_TENANT, True, everything, default_class(everything, classes))  # noqa: FBT003 - admin
+        self._accounts: tuple[Account, ...] = self._configured
 
     @property
-    def names(self) -> list[str]:
-        """Names of all tenants."""
-        return [tenant.name for _, tenant in self._by_hash] or [DEFAULT_TENANT]
+    def configured(self) -> Sequence[Account]:
+        """The tenants of the configuration, in its order."""
+        return self._configured
 
-    def identify(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
-        """Return who sent the metadata of a call.
+    @property
+    def tenants(self) -> dict[str, Tenant]:
+        """All tenants by name, disabled ones too; the default one if there is no other."""
+        return {account.tenant.name: account.tenant for account in self._accounts} or {
+            DEFAULT_TENANT: self._anybody
+        }
+
+    def replace_added(self, accounts: Iterable[Account]) -> None:
+        """Take the tenants that were added at run time; a name of the configuration goes before them."""
+        taken = {account.tenant.name for account in self._configured}
+        self._accounts = (
+            *self._configured,
+            *(account for account in accounts if account.tenant.name not in taken),
+        )
+
+    def identify(
+        self,
+        metadata: Iterable[tuple[str, str | bytes]] | None,
+        auth_context: Mapping[str, Iterable[bytes]] | None = None,
+    ) -> Tenant:
+        """Return who sent a call. A token goes before a certificate: proxies have one and pass the other on.
+
+        Args:
+            metadata: What came with the call.
+            auth_context: What TLS found out about the peer, as gRPC gives it.
 
         Raises:
-            UnauthenticatedError: No token, or one that nobody has.
+            UnauthenticatedError: No credentials, or such that nobody has.
+            PermissionDeniedError: The tenant is disabled.
         """
-        if not self._by_hash:
+        authorization = next((value for key, value in metadata or () if key == "authorization"), None)
+        if authorization is not None and (self._accounts or self._required):
+            return self._admit(self._by_token(authorization))
+        if not self._accounts and not self._required:
             return self._anybody
-        token = next((value for key, value in metadata or () if key == "authorization"), "")
-        if not isinstance(token, str) or not token[: len(_SCHEME)].lower() == _SCHEME:
+        subjects = [
+            value.decode(errors="replace")
+            for key in _SUBJECT_KEYS
+            for value in (auth_context or {}).get(key, ())
+        ]
+        if not subjects:
             raise UnauthenticatedError(
                 "credentials are missing: send the metadata 'authorization: Bearer <token>'",
                 reason="NO_CREDENTIALS",
             )
-        digest = hashlib.sha256(token[len(_SCHEME) :].strip().encode()).digest()
+        return self._admit(self._by_certificate(subjects))
+
+    def _by_token(self, authorization: Any) -> Account:
+        if not isinstance(authorization, str) or authorization[: len(_SCHEME)].lower() != _SCHEME:
+            raise UnauthenticatedError(
+                "the credentials can't be read: send the metadata 'authorization: Bearer <token>'",
+                reason="BAD_TOKEN",
+            )
+        digest = hash_token(authorization[len(_SCHEME) :].strip())
         found = None
         # All are compared, each in constant time: the time tells nothing about the hashes.
-        for known, tenant in self._by_hash:
-            if hmac.compare_digest(known, digest):
-                found = tenant
+        for account in self._accounts:
+            if hmac.compare_digest(account.token_hash, digest):
+                found = account
         if found is None:
             raise UnauthenticatedError("the token is not valid: ask the operator for one", reason="BAD_TOKEN")
         return found
+
+    def _by_certificate(self, subjects: Sequence[str]) -> Account:
+        for subject in subjects:
+            for account in self._accounts:
+                if account.certificate_subject == subject:
+                    return account
+        raise UnauthenticatedError(
+            "the client certificate belongs to no tenant, and no token was sent", reason="BAD_CERTIFICATE"
+        )
+
+    @staticmethod
+    def _admit(account: Account) -> Tenant:
+        if account.disabled:
+            raise PermissionDeniedError(
+                f"tenant {account.tenant.name} is disabled: ask the operator",
+                reason="TENANT_DISABLED",
+                tenant=account.tenant.name,
+            )
+        return account.tenant
+
+
+class LocalAdministrators:
+    """Finds the caller on the local administrators' socket: the user whom the kernel named to the relay."""
+
+    def __init__(self, classes: SlaClasses) -> None:
+        self._everything = frozenset(classes.names)
+        self._default_class = default_class(self._everything, classes)
+
+    def identify_user(self, user_id: int) -> Tenant:
+        """Return the administrator who a user of this host is; who may connect, the relay has decided."""
+        return Tenant(f"local:{user_id}", True, self._everything, self._default_class)  # noqa: FBT003 - admin
+
+
+def hash_token(token: str) -> bytes:
+    """SHA-256 of a token: all that is kept of it."""
+    return hashlib.sha256(token.encode()).digest()
 
 
 def require_admin(tenant: Tenant) -> None:
@@ -105,14 +214,29 @@ def default_class(allowed: frozenset[str], classes: SlaClasses) -> str:
     return [name for name in classes.names if name in allowed][-1]
 
 
-def _tenant(config: TenantConfig, classes: SlaClasses) -> Tenant:
-    allowed = frozenset(config.classes or classes.names)
+def tenant_of(name: str, rights: TenantRights, classes: SlaClasses) -> Tenant:
+    """What a tenant's rights mean here; if no class is left, since classes changed, the least urgent one."""
+    allowed = allowed_classes(rights, classes) or frozenset(classes.names[-1:])
+    chosen = rights.default_class
     return Tenant(
-        name=config.name,
-        admin=config.admin,
+        name=name,
+        admin=rights.admin,
         classes=allowed,
-        default_class=config.default_class or default_class(allowed, classes),
-        lower_class=config.lower_class,
-        max_queued=config.max_queued,
-        longest_prompt_tokens=config.longest_prompt_tokens,
+        default_class=chosen if chosen in allowed else default_class(allowed, classes),
+        lower_class=rights.lower_class,
+        weight=rights.weight,
+        max_queued=rights.max_queued,
+        max_running=rights.max_running,
+        tokens_per_minute=rights.tokens_per_minute,
+        longest_prompt_tokens=rights.longest_prompt_tokens,
+    )
+
+
+def account_of(config: TenantConfig, classes: SlaClasses, *, disabled: bool = False) -> Account:
+    """A tenant with its credentials."""
+    return Account(
+        tenant=tenant_of(config.name, config, classes),
+        token_hash=bytes.fromhex(config.token_sha256),
+        certificate_subject=config.certificate_subject,
+        disabled=disabled,
     )

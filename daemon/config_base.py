@@ -1,0 +1,33 @@
+"""What all parts of the configuration's schema are made of."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_settings import NoDecode
+
+
+def _split(value: object) -> object:
+    """Let one string stand for a list: JSON, or items separated by commas."""
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("["):
+        return json.loads(value)
+    return [item.strip() for item in value.split(",") if item.strip()]
+
+
+def parse_json(value: object) -> object:
+    """Let JSON text stand for a value."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+StringList = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A table of the configuration: frozen, and no key that is not known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
