@@ -7,6 +7,7 @@ behind a 4-byte little-endian length. Nothing here imports torch, and nothing is
 from __future__ import annotations
 
 import enum
+import math
 
 import msgspec
 
@@ -54,6 +55,7 @@ class Submit(Message, frozen=True):
     waited_s: float = 0.0  # Time already spent in the queue, for ageing.
     emitted_token_ids: list[int] = []
     session_id: str = ""  # Names a chat session of the tenant's; empty is none.
+    deadline_s: float = math.inf  # Left until the tenant needs the last token; may be below 0.
 
 
 class Cancel(Message, frozen=True):
