@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 #: Compared like a tuple; the smaller runs first.
 Rank: TypeAlias = tuple[float, ...]
@@ -102,3 +105,20 @@ class TracksEnds(Protocol):
 
     def on_end(self, query: QueryView) -> None:
         """Forget a query that finished, failed or was cancelled; called once a query, in whatever phase."""
+
+
+@runtime_checkable
+class KeepsLines(Protocol):
+    """A policy that can say whose order never changes; optional beside `Policy`.
+
+    It makes long queues cheap: a planner may sort a line once, as its queries arrive, and rank only the first
+    of each line in a step.
+    """
+
+    def line_of(self, query: QueryView) -> Hashable:
+        """Name the line of a query of which nothing is computed yet.
+
+        Of two such queries of one line, the one that `rank` put first stays first as long as nothing of
+        either is computed, whatever the time and whatever the policy is told meanwhile. Queries of which
+        something is computed, and parked ones, have no line.
+        """

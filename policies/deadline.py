@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from batond.daemon.errors import ConfigError
@@ -71,6 +72,8 @@ class Deadline:
             due_s += query.output_tokens * query.tpot_target_s
             work_s += self._token_s
         by_class_s = due_s - now_s - work_s
+        if query.deadline_s == math.inf:
+            return by_class_s
         own_s = query.deadline_s - now_s - prefill_s - self._history.remaining_tokens(query) * self._token_s
         if own_s < 0 and query.phase is not Phase.RUNNING:
             return by_class_s
@@ -88,6 +91,10 @@ class Deadline:
         if order == 0 and newcomer.deadline_s >= victim.deadline_s:
             return False
         return self.slack_s(newcomer, now_s) + self._margin_s < self.slack_s(victim, now_s)
+
+    def line_of(self, query: QueryView) -> int | str:
+        """One a class; who has a deadline of its own stands alone, for its slack can stop to count."""
+        return query.class_order if query.deadline_s == math.inf else query.query_id
 
     def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
         """Slack is read off the query itself."""

@@ -15,27 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Account:
-    """A tenant's counter in one class, and where its queries stand in it.
+    """A tenant's counter in one class, and where its queries stand.
 
-        given                                            finish
-        [ begun and put out | prompt in line | prompt in line ]     finish = tail + shift
-                            ^ first of line  ^ second                        tag + shift
+        [ given: begun, put out, or lifted | prompt in line | prompt in line |
+                                           ^ first          ^ second         ^ end     each is tag + shift
 
-    Tokens of output move `shift`, and with it all tags at once.
+    Tokens of output move `shift`, and with it all places at once.
     """
 
-    tail: float = 0.0
+    given: float
+    end: float
     shift: float = 0.0
     tags: dict[str, float] = field(default_factory=dict)  # Queries that had no row yet.
     line: dict[str, float] = field(default_factory=dict)  # Those of them not begun, with their cost.
-
-    @property
-    def finish(self) -> float:
-        return self.tail + self.shift
-
-    @property
-    def given(self) -> float:
-        return self.tags[next(iter(self.line))] + self.shift if self.line else self.finish
 
 
 class Fair:
@@ -83,7 +75,7 @@ class Fair:
         self._output_weight = output_weight
         self._accounts: dict[int, dict[str, _Account]] = {}  # By class order, then tenant.
         self._left_last: dict[int, _Account] = {}
-        self._begun_s: dict[int, float] = {}
+        self._since_s: dict[int, float] = {}  # Last begin in a class, or when its line filled after it.
         self._now_s = float("-inf")
 
     def counter(self, tenant: str, class_order: int = 0) -> float:
@@ -105,50 +97,72 @@ class Fair:
         if fresh and query.query_id not in account.tags:
             self._enter(query, account)
         tag = account.tags.get(query.query_id)
-        given = account.given if tag is None else tag + account.shift
+        place = account.given if tag is None else tag + account.shift
+        level = order - (self._now_s - self._since_s.get(order, self._now_s)) // self.ageing_s
         # An aged class stands behind the class whose level it has come to: their counters don't compare.
-        return (self._level(query), order, given, query.arrival_s, query.seq)
+        return (level, order, place, query.arrival_s, query.seq)
 
     def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:
         """By configured class only."""
         del now_s
         return victim.preemptible and newcomer.class_order < victim.class_order
 
+    def line_of(self, query: QueryView) -> tuple[int, str]:
+        """One a class and tenant: a counter moves all its places at once."""
+        return (query.class_order, query.tenant)
+
     def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
         """Charge output; prompts are charged when a query enters the line."""
         del prompt_tokens
         account = self._account(query)
-        if account.line.pop(query.query_id, None) is not None:
+        cost = account.line.pop(query.query_id, None)
+        if cost is not None:
+            account.given += cost
             self._left_last[query.class_order] = account
-            self._begun_s[query.class_order] = self._now_s
+            self._since_s[query.class_order] = self._now_s
         if output_tokens:
-            account.shift += output_tokens * self._output_weight / query.tenant_weight
+            charge = output_tokens * self._output_weight / query.tenant_weight
+            account.given += charge
+            account.shift += charge
             account.tags.pop(query.query_id, None)
 
     def on_end(self, query: QueryView) -> None:
-        """Forget a query; refund its prompt if nothing of it was computed."""
+        """Forget a query. If nothing of it was computed, those behind it in its line move up."""
         account = self._account(query)
-        # Below 0 is rounding only.
-        account.tail = max(0.0, account.tail - account.line.pop(query.query_id, 0.0))
+        cost = account.line.get(query.query_id)
+        if cost is not None:
+            for behind in reversed(account.line):
+                if behind == query.query_id:
+                    break
+                account.tags[behind] -= cost
+            account.end -= cost
+            del account.line[query.query_id]
         account.tags.pop(query.query_id, None)
 
     def _account(self, query: QueryView) -> _Account:
-        tenants = self._accounts.setdefault(query.class_order, {})
+        order = query.class_order
+        tenants = self._accounts.get(order)
+        if tenants is None:
+            tenants = self._accounts[order] = {}
         account = tenants.get(query.tenant)
         if account is None:
-            account = tenants[query.tenant] = _Account()
-            account.tail = self._floor(query.class_order)
+            floor = self._floor(order)
+            account = tenants[query.tenant] = _Account(given=floor, end=floor)
         return account
 
     def _enter(self, query: QueryView, account: _Account) -> None:
         if not account.line:
-            account.tail = max(account.tail, self._floor(query.class_order) - account.shift)
+            tenants = self._accounts[query.class_order].values()
+            if not any(other.line for other in tenants):
+                self._since_s[query.class_order] = self._now_s
+            account.given = max(account.given, self._floor(query.class_order))
+            account.end = account.given - account.shift
         # Inline, a prompt is computed by the batch: it shows nothing to prefill.
         tokens = query.to_prefill_tokens or max(0, query.prompt_tokens - query.prefilled_tokens)
         cost = tokens * self._prompt_weight / query.tenant_weight
-        account.tags[query.query_id] = account.tail
+        account.tags[query.query_id] = account.end
         account.line[query.query_id] = cost
-        account.tail += cost
+        account.end += cost
 
     def _floor(self, class_order: int) -> float:
         """Counter to which a tenant that comes back is lifted."""
@@ -156,9 +170,4 @@ class Fair:
         if heads:
             return min(heads)
         last = self._left_last.get(class_order)
-        return last.finish if last else 0.0
-
-    def _level(self, query: QueryView) -> float:
-        since_s = max(query.arrival_s, self._begun_s.get(query.class_order, query.arrival_s))
-        waited_s = max(0.0, self._now_s - since_s)
-        return query.class_order - waited_s // self.ageing_s
+        return last.given if last else 0.0

@@ -28,5 +28,10 @@ class Fcfs:
         del newcomer, victim, now_s
         return False
 
+    def line_of(self, query: QueryView) -> int:
+        """All stand in one."""
+        del query
+        return 0
+
     def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
         """Nothing depends on tokens."""

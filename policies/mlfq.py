@@ -95,6 +95,10 @@ class Mlfq:
             return False
         return self._preempt_alike or self._ceiling(newcomer) < self._ceiling(victim)
 
+    def line_of(self, query: QueryView) -> tuple[int, int]:
+        """One a class and queue joined."""
+        return (query.class_order, self.queue_of(query))
+
     def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
         """Service is read off the query itself."""
 

@@ -53,5 +53,9 @@ class Priority:
         del now_s
         return victim.preemptible and newcomer.class_order < victim.class_order
 
+    def line_of(self, query: QueryView) -> int:
+        """One a class: within it the earlier arrival is never aged less."""
+        return query.class_order
+
     def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
         """Nothing depends on tokens."""

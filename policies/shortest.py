@@ -65,6 +65,10 @@ class Shortest:
             and history.total_tokens(newcomer) * self.gain <= history.total_tokens(victim)
         )
 
+    def line_of(self, query: QueryView) -> tuple[int, str, str, int]:
+        """One a flow and limit: with those the expectation is the same, whatever is learnt."""
+        return (query.class_order, query.tenant, query.sla_class, query.max_tokens)
+
     def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
         """Only whole outputs teach."""
 

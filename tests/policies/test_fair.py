@@ -76,8 +76,10 @@ def test_query_that_leaves_the_line_is_refunded(make_query: Callable[..., QueryV
     assert isinstance(policy, TracksEnds)
     big, small = (make_query(tenant="a", to_prefill_tokens=tokens) for tokens in (8000, 10))
     policy.rank(big, 0.0)
-    policy.on_end(big)
     policy.rank(small, 0.0)
+    assert policy.rank(small, 0.0)[2] == 8000
+    policy.on_end(big)
+    assert policy.rank(small, 0.0)[2] == 0
     policy.on_tokens(small, 10, 0)
     policy.on_end(small)
     assert policy.counter("a", 1) == 10, "what was computed stays charged"
@@ -158,6 +160,7 @@ def test_class_of_which_nothing_is_begun_rises_until_one_is(make_query: Callable
 def test_aged_class_stands_behind_the_class_it_came_to(make_query: Callable[..., QueryView]) -> None:
     policy = Fair(ageing_s=10.0)
     aged = make_query(class_order=2, arrival_s=0.0)
+    policy.rank(aged, 0.0)
     fresh = make_query(class_order=0, arrival_s=25.0)
     policy.rank(fresh, 25.0)
     policy.on_tokens(replace(fresh, phase=Phase.RUNNING), 0, 9999)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batond.policies.base import Phase, Policy, QueryView, TracksEnds
+from batond.policies.base import KeepsLines, Phase, Policy, QueryView, TracksEnds
 from batond.policies.deadline import Deadline
 from batond.policies.fair import Fair
 from batond.policies.fcfs import Fcfs
@@ -239,32 +240,66 @@ def test_nothing_that_comes_after_the_stated_time_overtakes(
 
 
 @many
-@given(data=st.data(), output_weight=st.sampled_from((0.0, 1.0, 2.0)))
-def test_counters_are_never_negative_and_only_rise_but_for_refunds(
-    data: st.DataObject, output_weight: float
+@given(
+    make=factories,
+    history=told,
+    meanwhile=told,
+    line=st.tuples(*(queries(seq, Phase.WAITING) for seq in range(1, 5))),
+    times_s=st.tuples(*(st.sampled_from((9.5, 10.0, 25.0, 90.0)),) * 2).map(sorted),
+)
+def test_queries_of_one_line_never_change_places(
+    *,
+    make: Callable[[], Policy],
+    history: list[tuple[QueryView, str]],
+    meanwhile: list[tuple[QueryView, str]],
+    line: tuple[QueryView, ...],
+    times_s: list[float],
 ) -> None:
+    """What lets a planner sort a line once: all built-in policies keep lines."""
+    policy = tell(make(), history)
+    assert isinstance(policy, KeepsLines)
+
+    def in_order(now_s: float) -> dict[object, list[str]]:
+        ranks = {query.query_id: policy.rank(query, now_s) for query in line}
+        lines: dict[object, list[str]] = {}
+        for query in sorted(line, key=lambda query: ranks[query.query_id]):
+            lines.setdefault(policy.line_of(query), []).append(query.query_id)
+        return lines
+
+    before = in_order(times_s[0])
+    tell(policy, meanwhile)
+    assert in_order(times_s[1]) == before
+
+
+@many
+@given(data=st.data(), output_weight=st.sampled_from((0.0, 1.0, 2.0)))
+def test_counters_are_never_negative_and_never_fall(data: st.DataObject, output_weight: float) -> None:
     """Any order of calls, as an engine makes them; at the end nothing is remembered of any query."""
     policy = Fair(output_weight=output_weight)
     live: dict[str, QueryView] = {}
+    counters: dict[tuple[str, int], float] = {}
     for number in range(data.draw(st.integers(1, 15))):
         what = data.draw(st.sampled_from(("rank", "rank", "prompt", "output", "end")))
         if what == "rank" or not live:
             query = replace(data.draw(queries(number, Phase.WAITING)), query_id=f"q{number}")
             live[query.query_id] = query
             policy.rank(query, float(number))
-            continue
-        query = live[data.draw(st.sampled_from(sorted(live)))]
-        before = policy.counter(query.tenant, query.class_order)
-        if what == "end":
-            policy.on_end(live.pop(query.query_id))
         else:
-            policy.on_tokens(query, 8 * (what == "prompt"), int(what == "output"))
-        after = policy.counter(query.tenant, query.class_order)
-        assert after >= (0 if what == "end" else before)
-        cost = query.to_prefill_tokens / query.tenant_weight
-        assert after >= before - cost - 1e-6
+            query = live[data.draw(st.sampled_from(sorted(live)))]
+            if what == "end":
+                policy.on_end(live.pop(query.query_id))
+            else:
+                policy.on_tokens(query, 8 * (what == "prompt"), int(what == "output"))
+        for order, tenants in policy._accounts.items():
+            for tenant, account in tenants.items():
+                assert policy.counter(tenant, order) >= counters.get((tenant, order), 0.0)
+                counters[tenant, order] = policy.counter(tenant, order)
+                places = [account.tags[query_id] for query_id in account.line]
+                assert places == sorted(places), "who came first is next"
+                assert account.end + account.shift - account.given == pytest.approx(
+                    sum(account.line.values())
+                )
     for query in live.values():
         policy.on_end(query)
     accounts = [account for tenants in policy._accounts.values() for account in tenants.values()]
     assert not any(account.tags or account.line for account in accounts)
-    assert all(account.finish >= 0 for account in accounts)
