@@ -63,8 +63,49 @@ KINDS: Final = (
         "queue:",
         "zset",
         "empty when no job waits",
-        "waiting jobs of one class by arrival (microseconds of the Redis clock, strictly increasing)",
+        "all waiting jobs of one class by arrival (microseconds of the Redis clock, strictly increasing): "
+        "counts and ages; mends the lines",
     ),
+    KeyKind(
+        "LINE",
+        "line:",
+        "zset",
+        "empty when none waits",
+        "of <class>/<tenant>: waiting jobs (arrival and reference) by the time they are due, ms; 2^53 is never",
+    ),
+    KeyKind(
+        "TURN",
+        "turn:",
+        "zset",
+        "empty when no job waits",
+        "tenants with a line in one class that may be served, by virtual token counter",
+    ),
+    KeyKind(
+        "RESTING",
+        "resting:",
+        "zset",
+        "empty when nobody is at a quota",
+        "tenants with a line in one class that are at a quota, by the time to look again, ms",
+    ),
+    KeyKind(
+        "ACCOUNT",
+        "account:",
+        "string",
+        "an hour after the last charge",
+        "of <class>/<era>/<tenant>: virtual token counter, tokens / weight",
+    ),
+    KeyKind(
+        "FLOOR",
+        "floor:",
+        "hash",
+        "two hours after the last claim",
+        "of one class: counter of the tenant served last, where new ones begin, and the era of the accounts",
+    ),
+    KeyKind(
+        "MINUTE", "minute:", "string", "two minutes", "of <tenant>/<minute>: tokens charged in it, for quotas"
+    ),
+    KeyKind("HOLDS", "holds:", "set", "empty when none runs", "claimed jobs of one tenant, for quotas"),
+    KeyKind("DUE", "due", "zset", "empty when none waits", "waiting jobs that fail at a time, by it, ms"),
     KeyKind(
         "CLASSES", "classes", "set", "none: a handful of names", "classes that ever had a job, for counts"
     ),
@@ -101,6 +142,12 @@ KINDS: Final = (
 )
 
 
+#: Tenants added at run time, of all models: name -> AddedTenant as JSON (front/tenant_book.py). No time to live.
+TENANTS_KEY: Final = "batond:tenants"
+#: Channel beside it: the name of a tenant that changed; lossy, daemons look again every few seconds.
+TENANTS_CHANNEL: Final = "batond:tenants:news"
+
+
 class Keys:
     """The keys of one model.
 
@@ -134,6 +181,35 @@ class Keys:
     def queue(self, sla_class: str) -> str:
         """Sorted set: waiting jobs of one class."""
         return self._name("QUEUE", sla_class)
+
+    def line(self, sla_class: str, tenant: str) -> str:
+        """Sorted set: waiting jobs of one tenant in one class."""
+        return self._name("LINE", f"{sla_class}/{quote(tenant, safe='')}")
+
+    def turn(self, sla_class: str) -> str:
+        """Sorted set: tenants of one class by counter."""
+        return self._name("TURN", sla_class)
+
+    def resting(self, sla_class: str) -> str:
+        """Sorted set: tenants of one class that are at a quota."""
+        return self._name("RESTING", sla_class)
+
+    def minute(self, tenant: str, minute: int) -> str:
+        """String: tokens of one tenant in one minute of the Redis clock."""
+        return self._name("MINUTE", f"{quote(tenant, safe='')}/{minute}")
+
+    def account(self, sla_class: str, tenant: str, era: int = 0) -> str:
+        """String: counter of one tenant in one class."""
+        return self._name("ACCOUNT", f"{sla_class}/{era}/{quote(tenant, safe='')}")
+
+    def floor(self, sla_class: str) -> str:
+        """Hash: floor and era of one class."""
+        return self._name("FLOOR", sla_class)
+
+    @property
+    def due(self) -> str:
+        """Sorted set: waiting jobs that fail at a time."""
+        return self._name("DUE")
 
     def tenant(self, tenant: str) -> str:
         """Sorted set: jobs of one tenant."""
