@@ -1,49 +1,13 @@
-"""Who stands in line for a row, in which order, and what that takes."""
+"""What the claims to a row are, and what they take."""
 
 from __future__ import annotations
 
-import math
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from batond.policies.base import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from batond.policies.base import Policy, QueryView, Rank
-
-
-def order_claims(queries: Iterable[QueryView], policy: Policy, now_s: float) -> list[QueryView]:
-    """Sort the claims: level, parked before fresh, park order, rest of the rank, seq.
-
-    The level is the first component of the rank. A parked query takes over the level of the most urgent
-    fresh query of its class where that is the better one: otherwise a fresh query that was submitted
-    earlier, and aged for longer, would overtake it (rule 3 of the design, behaviour S3).
-
-    Args:
-        queries: Queries without a row that are not held.
-        policy: Gives the ranks.
-        now_s: Same clock as the arrivals.
-    """
-    keyed: list[tuple[Rank, QueryView]] = []
-    parked: list[tuple[Rank, QueryView]] = []
-    best: dict[int, float] = {}  # Level of the most urgent fresh query, by class order.
-    rank_of = policy.rank
-    for query in queries:
-        rank = rank_of(query, now_s)
-        if in_parked_line(query):
-            parked.append((rank, query))
-            continue
-        level, order = rank[0], query.class_order
-        if level < best.get(order, math.inf):
-            best[order] = level
-        keyed.append(((level, 1, 0, *rank[1:], query.seq), query))
-    for rank, query in parked:
-        level = min(rank[0], best.get(query.class_order, math.inf))
-        keyed.append(((level, 0, query.park_seq, *rank[1:], query.seq), query))
-    keyed.sort(key=itemgetter(0))
-    return [query for _, query in keyed]
+    from batond.policies.base import QueryView
 
 
 def in_parked_line(query: QueryView) -> bool:

@@ -7,19 +7,25 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from batond.daemon.scheduler.claims import ends_with_prefill, has_host_copy, needed_bytes
+from batond.daemon.scheduler.lanes import Kind
 from batond.daemon.scheduler.plan import Chunk, ParkMode, ParkOrder, Plan
 from batond.daemon.scheduler.victims import Choice, VictimPool
 from batond.policies.base import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+    from batond.daemon.scheduler.lanes import Lane
+    from batond.daemon.scheduler.line import Line
     from batond.daemon.scheduler.plan import BatchView
     from batond.daemon.scheduler.victims import PlannerLimits
-    from batond.policies.base import Policy, QueryView
+    from batond.policies.base import QueryView
 
 #: Reasons are given for the head of the line only: the rest waits for the same things.
 MAX_BLOCKED: Final = 8
+
+#: Fresh claims of a class that are looked at in vain before the rest of it is left for this step.
+LOOK_AHEAD: Final = 64
 
 
 class Draft:
@@ -39,13 +45,13 @@ class Draft:
     def __init__(
         self,
         view: BatchView,
-        running: Sequence[QueryView],
-        claims: Sequence[QueryView],
-        policy: Policy,
+        line: Line,
         limits: PlannerLimits,
     ) -> None:
+        running = line.running.values()
         self._view = view
-        self._victims = VictimPool(running, policy, limits, view.now_s)
+        self._limits = limits
+        self._victims = VictimPool(running, line.policy, limits, view.now_s)
         self._free_rows = view.rows - len(running)
         self._free_bytes = math.inf if view.kv_free_bytes is None else view.kv_free_bytes
         self._earmarked_bytes: float = 0
@@ -54,14 +60,26 @@ class Draft:
         self._chunk_room_bytes = self._free_bytes + unwritten_bytes
         self._host_bytes = 0 if view.recompute_only else view.host_free_bytes
         self._chunk_tokens = math.inf if view.chunk_tokens is None else view.chunk_tokens
-        self._ready = Counter(query.class_order for query in claims if query.phase is Phase.READY)
+        self._ready = line.ready.copy()
         self._closed_order: float = math.inf
         self._stuck_orders: set[int] = set()
+        self._fruitless: Counter[int] = Counter()
+        self._came_free = False
+        self._soon_free = sum(
+            query.max_tokens - query.output_tokens <= limits.prefetch_tokens for query in running
+        )
         self._chunks: list[Chunk] = []
         self._park: list[ParkOrder] = []
         self._resume: list[str] = []
         self._admit: list[str] = []
+        self._prefetch: list[str] = []
         self._blocked: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was decided."""
+        return not (self._chunks or self._park or self._resume or self._admit)
 
     def finish(self) -> Plan:
         """Freeze what has been decided."""
@@ -70,7 +88,9 @@ class Draft:
             park=tuple(self._park),
             resume=tuple(self._resume),
             admit=tuple(self._admit),
+            prefetch=tuple(self._prefetch),
             blocked=self._blocked,
+            reasons=self._reasons,
         )
 
     def shed_rows(self) -> None:
@@ -85,18 +105,46 @@ class Draft:
             query: The next claim in order.
             in_line: Whether bytes stay reserved for it if it lacks some.
         """
-        if query.phase is Phase.WAITING and self._stuck(query):
-            return
+        chunks = len(self._chunks)
         if query.to_prefill_tokens > 0:
             self._serve_prefill(query, in_line=in_line)
         else:
             self._serve_row(query, in_line=in_line)
+        if in_line and query.phase is Phase.WAITING and len(self._chunks) == chunks:
+            self._fruitless[query.class_order] += 1
 
-    def serve_group(self, claims: Sequence[QueryView], *, idle: bool) -> None:
+    def shut(self, lane: Lane) -> bool:
+        """Whether nobody of a lane can get anything as things stand: what makes long lines cheap.
+
+        Reasons are given for the head of the line only. What is passed over holds no bytes on the device, so
+        nothing has to be kept for it, or there is nothing left that could be.
+        """
+        if len(self._blocked) < MAX_BLOCKED or lane.kind is Kind.BEGUN:
+            return False
+        order = lane.class_order
+        nothing_left = self._free_bytes == math.inf or self._open_bytes() <= 0
+        if lane.kind in {Kind.COPY, Kind.INLINE}:
+            refused = self._victims.refuses(order, parked=lane.kind is Kind.COPY)
+            return self._free_rows <= 0 and refused and nothing_left
+        if self._chunk_tokens <= 0:
+            return lane.kind is not Kind.DROPPED or nothing_left
+        if self._open_bytes() <= 0 and order >= self._closed_order:
+            return True
+        if lane.kind is Kind.DROPPED:
+            return False
+        no_row = lane.kind is Kind.PROMPT and self._free_rows <= 0 and order in self._stuck_orders
+        return no_row or self._fruitless[order] >= LOOK_AHEAD
+
+    def came_free(self) -> bool:
+        """Whether rows or bytes were taken from somebody since the last call: shut lanes may open."""
+        came_free, self._came_free = self._came_free, False
+        return came_free
+
+    def serve_group(self, claims: Iterable[QueryView], *, idle: bool) -> None:
         """Prefill the first claims that fill the batch; let them in together once all rows are free.
 
         Args:
-            claims: All claims in order.
+            claims: The claims in order; as many are taken as are needed.
             idle: No query is running.
         """
         group = self._first_group(claims, idle=idle)
@@ -107,24 +155,12 @@ class Draft:
             if not (idle and complete):
                 self.block(query, "row" if query.to_prefill_tokens == 0 else "prefill")
             elif not ends_with_prefill(query):
-                self._let_in(query)
+                self._let_in(query, "batch")
 
     def block(self, query: QueryView, reason: str) -> None:
         """Note why a claim got nothing."""
         if len(self._blocked) < MAX_BLOCKED:
             self._blocked[query.query_id] = reason
-
-    def _stuck(self, query: QueryView) -> bool:
-        """Whether a fresh query far back in the line is bound to get nothing: a short cut for long lines.
-
-        Such a query holds nothing, so nothing has to be kept for it either; it gets no reason, for reasons
-        are given for the head of the line only.
-        """
-        if len(self._blocked) < MAX_BLOCKED:
-            return False
-        if self._chunk_tokens <= 0:
-            return True
-        return self._free_rows <= 0 and query.class_order in self._stuck_orders and query.max_tokens > 1
 
     # Rows
 
@@ -132,11 +168,12 @@ class Draft:
         room = self._room(query, rows=1)
         if room.reason is None:
             self._take_rows(room.victims, self._cause(rows=1), query.query_id)
-            self._let_in(query)
+            self._let_in(query, "row_taken" if room.victims else "row_free")
         else:
             self._hold_back(query, room.reason, in_line=in_line)
 
-    def _let_in(self, query: QueryView) -> None:
+    def _let_in(self, query: QueryView, reason: str) -> None:
+        self._reasons[query.query_id] = reason
         self._free_rows -= 1
         self._free_bytes -= needed_bytes(query)
         if query.phase is Phase.READY:
@@ -164,6 +201,7 @@ class Draft:
         if not victims:
             return
         self._victims.take(victims)
+        self._came_free = True
         for victim in victims:
             fits = not self._view.recompute_only and victim.park_bytes <= self._host_bytes
             if fits:
@@ -172,6 +210,7 @@ class Draft:
             self._park.append(ParkOrder(victim.query_id, mode, cause, for_query_id))
             self._free_rows += 1
             self._free_bytes += victim.reserved_bytes
+            self._soon_free -= victim.max_tokens - victim.output_tokens <= self._limits.prefetch_tokens
 
     def _hold_back(self, query: QueryView, reason: str, *, in_line: bool) -> None:
         self.block(query, reason)
@@ -179,11 +218,21 @@ class Draft:
             return
         need = needed_bytes(query)
         lacks_bytes = need > 0 and need > self._open_bytes()
+        self._foresee(query, lacks_bytes=lacks_bytes)
         # What waits for a row or for chunk tokens alone, and holds nothing, leaves the bytes to others.
         if lacks_bytes or query.phase is not Phase.WAITING:
             self._earmarked_bytes += max(0, need)
         if lacks_bytes:
             self._closed_order = min(self._closed_order, query.class_order)
+
+    def _foresee(self, query: QueryView, *, lacks_bytes: bool) -> None:
+        """The next rows to come free are for the first in line; who is parked can be brought back ahead."""
+        if self._soon_free <= 0 or query.to_prefill_tokens > 0:
+            return
+        self._soon_free -= 1
+        if has_host_copy(query) and not lacks_bytes:
+            self._prefetch.append(query.query_id)
+            self._reasons[query.query_id] = "row_soon"
 
     # Prefill
 
@@ -210,7 +259,7 @@ class Draft:
         if last:
             self._take_rows(room.victims, cause, query.query_id)
         if last and rows:
-            self._let_in(query)
+            self._let_in(query, "row_taken" if room.victims else "row_free")
         else:  # A victim works on until the last chunk.
             self._earmarked_bytes += needed_bytes(query)
 
@@ -253,7 +302,7 @@ class Draft:
 
     # Run to completion
 
-    def _first_group(self, claims: Sequence[QueryView], *, idle: bool) -> list[QueryView]:
+    def _first_group(self, claims: Iterable[QueryView], *, idle: bool) -> list[QueryView]:
         group: list[QueryView] = []
         rows = self._view.rows
         for query in claims:

@@ -31,7 +31,7 @@ class BatchView:
     Attributes:
         now_s: Monotonic clock.
         rows: Rows the batch may use now.
-        queries: Every live query, in any order.
+        queries: Every live query, in any order; not looked at by a planner that is given a `Line`.
         chunk_tokens: Prompt tokens that may be computed in this step; None is no bound.
         ready_limit: How many prefilled queries may be kept ahead of free rows.
         kv_free_bytes: Bytes the batch and the slices ahead of it may still take; None is no bound.
@@ -69,8 +69,8 @@ class ParkOrder:
 
     query_id: str
     mode: ParkMode
-    cause: str  # "row" or "kv_bytes"
-    for_query_id: str
+    cause: str  # "row", "kv_bytes" or "row_limit".
+    for_query_id: str  # Empty for "row_limit".
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,22 @@ class Plan:
         park: Rows to take.
         resume: Parked queries whose KV is in the host pool and that get a row, in order.
         admit: READY queries, and those whose last chunk is in `chunks`, that get a row, in order.
-        blocked: Why a query that would be next got nothing, by query id ("row", "kv_bytes", "quantum", ...).
+        prefetch: Parked queries to bring to the device ahead of a row that is about to come free, in order. A
+            hint: whoever can't copy beside the batch may leave it.
+        blocked: Why a query that would be next got nothing, by query id: "row" (none is free, and nobody less
+            urgent has one), "kv_bytes", "quantum" and "park_cap" (who has what it needs is protected still,
+            or for good), "prefill" (no chunk tokens left), "held" (parked by hand).
+        reasons: Why a query of `resume`, `admit` or `prefetch` is there, by query id: "row_free", "row_taken"
+            (from a victim), "batch" (all rows are free: run-to-completion), "row_soon" (prefetch).
     """
 
     chunks: tuple[Chunk, ...] = ()
     park: tuple[ParkOrder, ...] = ()
     resume: tuple[str, ...] = ()
     admit: tuple[str, ...] = ()
+    prefetch: tuple[str, ...] = ()
     blocked: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:

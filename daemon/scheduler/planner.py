@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from batond.daemon.scheduler.claims import holds_device_bytes, order_claims
-from batond.daemon.scheduler.draft import Draft
+from batond.daemon.scheduler.claims import holds_device_bytes
+from batond.daemon.scheduler.draft import MAX_BLOCKED, Draft
+from batond.daemon.scheduler.lanes import Kind, Walk
+from batond.daemon.scheduler.line import Line
 from batond.daemon.scheduler.plan import Gate
 from batond.daemon.scheduler.victims import PlannerLimits
-from batond.policies.base import Phase
 
 if TYPE_CHECKING:
     from batond.daemon.scheduler.plan import BatchView, Plan
-    from batond.policies.base import Policy, QueryView
+    from batond.policies.base import Policy
 
 __all__ = ["Planner", "PlannerLimits"]
 
@@ -47,42 +50,50 @@ class Planner:
     def policy(self, policy: Policy) -> None:
         self._policy = policy
 
-    def plan(self, view: BatchView) -> Plan:
-        """Decide the next step. One sort of the claims, one walk over them."""
-        running = [query for query in view.queries if query.phase is Phase.RUNNING]
-        fit = [query for query in view.queries if query.phase is not Phase.RUNNING and not query.held]
-        claims = order_claims(fit, self._policy, view.now_s)
+    def plan(self, view: BatchView, line: Line | None = None) -> Plan:
+        """Decide the next step. One walk over the claims, as far as anybody can be served.
+
+        Args:
+            view: The engine now.
+            line: Its queries, kept up to date since the last step: the same decisions, without a look at each
+                of them. Ordered anew if the policy was exchanged. Without it, `view.queries` are sorted.
+        """
+        if line is None:
+            line = Line.of(view.queries, self._policy)
+        line.rank_by(self._policy)
+        line.settle(view.now_s)
         if view.gate is Gate.BATCH:
-            draft = self._draft(view, running, claims)
-            draft.serve_group(claims, idle=not running)
+            draft = self._draft(view, line)
+            draft.serve_group(Walk(line), idle=not line.running)
         else:
-            draft = self._walk(view, running, claims)
-        held = [query for query in view.queries if query.held and query.phase is not Phase.RUNNING]
-        for query in sorted(held, key=lambda query: query.seq):
+            draft = self._walk(view, line)
+        for query in heapq.nsmallest(MAX_BLOCKED, line.held.values(), key=attrgetter("seq")):
             draft.block(query, "held")
         return draft.finish()
 
-    def _walk(self, view: BatchView, running: list[QueryView], claims: list[QueryView]) -> Draft:
-        draft = self._serve(view, running, claims, in_line=True)
-        if running or not claims or not draft.finish().empty:
+    def _walk(self, view: BatchView, line: Line) -> Draft:
+        draft = self._draft(view, line)
+        walk = Walk(line, draft.shut)
+        for query in walk:
+            draft.serve(query)
+            if draft.came_free():
+                walk.reopen()
+        if line.running or not line.has_claims or not draft.empty:
             return draft
         # Nobody runs who could give bytes back, and the first in line lacks some: smaller ones must pass, or
         # nothing would ever move again. Those that hold bytes go first, for they can give some back.
-        holders = [query for query in claims if holds_device_bytes(query)]
-        draft = self._serve(view, running, holders, in_line=False)
-        if draft.finish().empty:
-            draft = self._serve(view, running, claims, in_line=False)
+        draft = self._draft(view, line)
+        for query in Walk(line, kinds={Kind.BEGUN, Kind.COPY, Kind.DROPPED}):
+            if holds_device_bytes(query):
+                draft.serve(query, in_line=False)
+        if not draft.empty:
+            return draft
+        draft = self._draft(view, line)
+        for query in Walk(line):
+            draft.serve(query, in_line=False)
         return draft
 
-    def _serve(
-        self, view: BatchView, running: list[QueryView], claims: list[QueryView], *, in_line: bool
-    ) -> Draft:
-        draft = self._draft(view, running, claims)
-        for query in claims:
-            draft.serve(query, in_line=in_line)
-        return draft
-
-    def _draft(self, view: BatchView, running: list[QueryView], claims: list[QueryView]) -> Draft:
-        draft = Draft(view, running, claims, self._policy, self._limits)
+    def _draft(self, view: BatchView, line: Line) -> Draft:
+        draft = Draft(view, line, self._limits)
         draft.shed_rows()
         return draft

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from batond.daemon.scheduler.claims import in_parked_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from batond.policies.base import Policy, QueryView
 
@@ -20,10 +20,12 @@ class PlannerLimits:
     Attributes:
         quantum_tokens: Tokens a query decodes after each admission before it may be parked (rule 4).
         max_parks: A query parked so often by the planner is not pre-empted any more (rule 3).
+        prefetch_tokens: A row counts as coming free when its query may emit at most so many tokens more.
     """
 
     quantum_tokens: int = 16
     max_parks: int = 8
+    prefetch_tokens: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class VictimPool:
     """The running queries of one planning pass, the least urgent first. Ranks only if it is asked."""
 
     def __init__(
-        self, running: Sequence[QueryView], policy: Policy, limits: PlannerLimits, now_s: float
+        self, running: Collection[QueryView], policy: Policy, limits: PlannerLimits, now_s: float
     ) -> None:
         self._running = running
         self._policy = policy
@@ -75,6 +77,10 @@ class VictimPool:
         if choice.reason is not None:
             self._refused[key] = choice.reason
         return choice
+
+    def refuses(self, class_order: int, *, parked: bool) -> bool:
+        """Whether claims of a class were refused in this pass."""
+        return (class_order, parked) in self._refused
 
     def _choose(self, newcomer: QueryView, rows: int, nbytes: float) -> Choice:
         eligible: list[QueryView] = []

@@ -1,0 +1,159 @@
+"""Claims of one kind in order, and the walk that merges them."""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING, TypeAlias
+
+from batond.daemon.scheduler.claims import in_parked_line
+from batond.policies.base import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from batond.daemon.scheduler.line import Line
+    from batond.policies.base import QueryView, Rank
+
+#: Level, 0 for parked, park order, rest of the rank, seq. The level is the first component of the rank.
+SortKey: TypeAlias = tuple[float, ...]
+
+
+class Kind(enum.Enum):
+    """What a claim needs."""
+
+    PROMPT = "prompt"  # Nothing is computed.
+    ROWLESS = "rowless"  # Nothing is computed, and with its first token it ends.
+    INLINE = "inline"  # Nothing is computed, and a row is all it needs.
+    BEGUN = "begun"  # Has KV on the device.
+    COPY = "copy"  # Parked, its KV in the host pool.
+    DROPPED = "dropped"  # Lost its row, and its KV must be computed again.
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing is computed yet."""
+        return self in {Kind.PROMPT, Kind.ROWLESS, Kind.INLINE}
+
+
+LaneKey: TypeAlias = tuple[int, Kind, object]  # Class order, kind, the policy's line.
+
+
+def kind_of(query: QueryView) -> Kind:
+    """Kind of a claim."""
+    if in_parked_line(query):
+        return Kind.COPY if query.to_prefill_tokens == 0 else Kind.DROPPED
+    if query.phase is Phase.WAITING:
+        return Kind.ROWLESS if query.max_tokens - query.output_tokens <= 1 else Kind.PROMPT
+    inline = query.prefilled_tokens == query.kv_bytes == query.to_prefill_tokens == 0
+    return Kind.INLINE if inline and query.output_tokens == 0 else Kind.BEGUN
+
+
+class LineLane:
+    """Claims that keep their places among each other; a newcomer is ranked against them as they are then."""
+
+    def __init__(self, class_order: int, kind: Kind) -> None:
+        self.class_order, self.kind = class_order, kind
+        self.seqs: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def seq_at(self, place: int) -> int:
+        """Number of the claim at a place."""
+        return self.seqs[place]
+
+    def add(self, seq: int, key: tuple[Rank, int], key_of: Callable[[int], tuple[Rank, int]]) -> None:
+        """Put a claim in its place; most come last."""
+        if not self.seqs or key_of(self.seqs[-1]) < key:
+            self.seqs.append(seq)
+        else:
+            self.seqs.insert(bisect_left(self.seqs, key, key=key_of), seq)
+
+    def remove(self, seq: int) -> None:
+        """Take a claim out. Not by its rank, which may be another by now; mostly it is among the first."""
+        self.seqs.remove(seq)
+
+
+class RankedLane:
+    """Claims sorted by the ranks they had when they were put."""
+
+    def __init__(self, class_order: int, kind: Kind) -> None:
+        self.class_order, self.kind = class_order, kind
+        self.entries: list[tuple[SortKey, int]] = []
+        self._keys: dict[int, SortKey] = {}
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def seq_at(self, place: int) -> int:
+        """Number of the claim at a place."""
+        return self.entries[place][1]
+
+    def put(self, seq: int, key: SortKey) -> None:
+        """Put a claim in its place, or in its new one."""
+        known = self._keys.get(seq)
+        if known == key:
+            return
+        if known is not None:
+            self.remove(seq)
+        self._keys[seq] = key
+        insort(self.entries, (key, seq))
+
+    def remove(self, seq: int) -> None:
+        """Take a claim out."""
+        del self.entries[bisect_left(self.entries, (self._keys.pop(seq), seq))]
+
+
+Lane: TypeAlias = LineLane | RankedLane
+
+
+class Walk:
+    """Goes over the claims, the most urgent first, and looks into no lane longer than anybody can be served.
+
+    A lane that is shut waits at its place; once it opens, what waits there comes next.
+
+    Args:
+        line: Settled for this step.
+        shut: Whether nobody of a lane can be given anything as things stand; None looks at all.
+        kinds: What to look at; None is everything.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        shut: Callable[[Lane], bool] | None = None,
+        kinds: Collection[Kind] | None = None,
+    ) -> None:
+        self._line = line
+        self._shut = shut
+        self._paused: list[tuple[SortKey, int, int]] = []
+        self._lanes = line.lanes(kinds)
+        self._heap: list[tuple[SortKey, int, int]] = [
+            (line.sort_key(lane, 0), number, 0) for number, lane in enumerate(self._lanes) if lane
+        ]
+        heapq.heapify(self._heap)
+
+    def reopen(self) -> None:
+        """Look at shut lanes again: something has come free."""
+        for entry in self._paused:
+            heapq.heappush(self._heap, entry)
+        self._paused.clear()
+
+    def __iter__(self) -> Iterator[QueryView]:
+        """Yield claims; every one at most once."""
+        heap, lanes, line = self._heap, self._lanes, self._line
+        while heap:
+            _, number, place = entry = heap[0]
+            lane = lanes[number]
+            if self._shut is not None and self._shut(lane):
+                heapq.heappop(heap)
+                self._paused.append(entry)
+                continue
+            query = line.claim(lane, place)
+            place += 1
+            if place < len(lane):
+                heapq.heapreplace(heap, (line.sort_key(lane, place), number, place))
+            else:
+                heapq.heappop(heap)
+            yield query
