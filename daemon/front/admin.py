@@ -8,8 +8,9 @@ import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from batond.daemon.front import convert
-from batond.daemon.front.identity import require_admin
+from batond.daemon.errors import InvalidRequestError
+from batond.daemon.front import convert, tenant_convert
+from batond.policies.registry import policy_names
 from batond.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.identity import Tenant
     from batond.daemon.front.requests import Limits
     from batond.daemon.front.state import DaemonState
+    from batond.daemon.front.tenant_book import TenantBook
     from batond.daemon.queue import JobStore
     from batond.policies.classes import SlaClasses
     from batond.v1 import types_pb2
@@ -39,6 +41,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         store: The queue.
         classes: SLA classes.
         limits: What requests are held to.
+        book: Tenants added at run time.
         max_message_bytes: Largest request.
     """
 
@@ -51,10 +54,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         store: JobStore,
         classes: SlaClasses,
         limits: Limits,
+        book: TenantBook,
         max_message_bytes: int,
     ) -> None:
         self._calls, self._state, self._dispatcher, self._store = calls, state, dispatcher, store
         self._classes, self._limits, self._max_message_bytes = classes, limits, max_message_bytes
+        self._book = book
         self._started_unix_s = time.time()
         self._started_s = time.monotonic()
         self._versions = {name: _version(name) for name in LIBRARIES} | {"python": platform.python_version()}
@@ -74,8 +79,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def WatchBatch(self, request: admin_pb2.WatchBatchRequest, context: Any) -> None:
         """Stream the batch as it changes."""
 
-        async def handle(tenant: Tenant) -> None:
-            require_admin(tenant)
+        async def handle(_: Tenant) -> None:
             asked_s = request.min_interval.ToTimedelta().total_seconds()
             interval_s = (
                 max(asked_s, LEAST_INTERVAL_S) if request.HasField("min_interval") else DEFAULT_INTERVAL_S
@@ -91,7 +95,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 if self._dispatcher.snapshot is shot:
                     await self._dispatcher.next_snapshot()
 
-        await self._calls.stream("WatchBatch", context, handle)
+        await self._calls.watch("WatchBatch", context, handle)
 
     async def ParkJob(self, request: admin_pb2.ParkJobRequest, context: Any) -> admin_pb2.ParkJobResponse:
         """Take a job's row and hold it."""
@@ -99,7 +103,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async def handle(tenant: Tenant) -> admin_pb2.ParkJobResponse:
             return admin_pb2.ParkJobResponse(job=await self._steer(tenant, request, self._dispatcher.park))
 
-        return await self._calls.answer("ParkJob", context, handle)
+        return await self._calls.act("ParkJob", context, handle, target=_job_named(request))
 
     async def ResumeJob(
         self, request: admin_pb2.ResumeJobRequest, context: Any
@@ -111,7 +115,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 job=await self._steer(tenant, request, self._dispatcher.resume)
             )
 
-        return await self._calls.answer("ResumeJob", context, handle)
+        return await self._calls.act("ResumeJob", context, handle, target=_job_named(request))
 
     async def _steer(
         self,
@@ -120,7 +124,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         act: Callable[[str, str], Awaitable[None]],
     ) -> types_pb2.Job:
         """Do something to a job of any tenant and show the job after it."""
-        require_admin(tenant)
         owner = request.tenant or tenant.name
         record = await self._store.get(owner, request.job_id)
         await act(record.tenant, record.job_id)
@@ -129,14 +132,115 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         """Stop intake and end the daemon when it is empty, or after the time-out."""
 
-        async def handle(tenant: Tenant) -> admin_pb2.DrainResponse:
-            require_admin(tenant)
+        async def handle(_: Tenant) -> admin_pb2.DrainResponse:
             timeout_s = request.timeout.ToTimedelta().total_seconds() if request.HasField("timeout") else None
             running = self._dispatcher.running_jobs
             self._state.request_stop(timeout_s)
             return admin_pb2.DrainResponse(running_jobs=running)
 
-        return await self._calls.answer("Drain", context, handle)
+        return await self._calls.act("Drain", context, handle)
+
+    async def GetPolicy(
+        self,
+        request: admin_pb2.GetPolicyRequest,  # noqa: ARG002 - nothing to ask for
+        context: Any,
+    ) -> admin_pb2.GetPolicyResponse:
+        """Say which policy is active."""
+
+        async def handle(_: Tenant) -> admin_pb2.GetPolicyResponse:
+            return admin_pb2.GetPolicyResponse(policy=self._state.policy, known_policies=policy_names())
+
+        return await self._calls.act("GetPolicy", context, handle, reads=True)
+
+    async def SetPolicy(
+        self, request: admin_pb2.SetPolicyRequest, context: Any
+    ) -> admin_pb2.SetPolicyResponse:
+        """Exchange the policy; the queries stay."""
+
+        async def handle(_: Tenant) -> admin_pb2.SetPolicyResponse:
+            known = policy_names()
+            if request.policy not in known:
+                raise InvalidRequestError(
+                    f"unknown policy {request.policy[:100]!r}; known are {', '.join(known)}",
+                    reason="UNKNOWN_POLICY",
+                    field="policy",
+                    known=", ".join(known),
+                )
+            before = self._state.policy
+            await self._dispatcher.set_policy(request.policy)
+            return admin_pb2.SetPolicyResponse(policy=request.policy, previous_policy=before)
+
+        return await self._calls.act("SetPolicy", context, handle, target=request.policy)
+
+    async def CreateTenant(
+        self, request: admin_pb2.CreateTenantRequest, context: Any
+    ) -> admin_pb2.CreateTenantResponse:
+        """Add a tenant and show its token once."""
+
+        async def handle(_: Tenant) -> admin_pb2.CreateTenantResponse:
+            rights = tenant_convert.rights(request.limits)
+            added, token = await self._book.create(request.name, rights, request.certificate_subject)
+            return admin_pb2.CreateTenantResponse(tenant=tenant_convert.tenant(added), token=token)
+
+        return await self._calls.act("CreateTenant", context, handle, target=request.name)
+
+    async def UpdateTenant(
+        self, request: admin_pb2.UpdateTenantRequest, context: Any
+    ) -> admin_pb2.UpdateTenantResponse:
+        """Replace what a tenant may do and use."""
+
+        async def handle(_: Tenant) -> admin_pb2.UpdateTenantResponse:
+            changed = await self._book.update(request.name, tenant_convert.rights(request.limits))
+            return admin_pb2.UpdateTenantResponse(tenant=tenant_convert.tenant(changed))
+
+        return await self._calls.act("UpdateTenant", context, handle, target=request.name)
+
+    async def RotateTenantToken(
+        self, request: admin_pb2.RotateTenantTokenRequest, context: Any
+    ) -> admin_pb2.RotateTenantTokenResponse:
+        """Make a new token and show it once."""
+
+        async def handle(_: Tenant) -> admin_pb2.RotateTenantTokenResponse:
+            changed, token = await self._book.rotate(request.name)
+            return admin_pb2.RotateTenantTokenResponse(tenant=tenant_convert.tenant(changed), token=token)
+
+        return await self._calls.act("RotateTenantToken", context, handle, target=request.name)
+
+    async def DisableTenant(
+        self, request: admin_pb2.DisableTenantRequest, context: Any
+    ) -> admin_pb2.DisableTenantResponse:
+        """Refuse a tenant's calls."""
+
+        async def handle(_: Tenant) -> admin_pb2.DisableTenantResponse:
+            changed = await self._book.set_disabled(request.name, disabled=True)
+            return admin_pb2.DisableTenantResponse(tenant=tenant_convert.tenant(changed))
+
+        return await self._calls.act("DisableTenant", context, handle, target=request.name)
+
+    async def EnableTenant(
+        self, request: admin_pb2.EnableTenantRequest, context: Any
+    ) -> admin_pb2.EnableTenantResponse:
+        """Let a disabled tenant in again."""
+
+        async def handle(_: Tenant) -> admin_pb2.EnableTenantResponse:
+            changed = await self._book.set_disabled(request.name, disabled=False)
+            return admin_pb2.EnableTenantResponse(tenant=tenant_convert.tenant(changed))
+
+        return await self._calls.act("EnableTenant", context, handle, target=request.name)
+
+    async def ListTenants(
+        self,
+        request: admin_pb2.ListTenantsRequest,  # noqa: ARG002 - nothing to ask for
+        context: Any,
+    ) -> admin_pb2.ListTenantsResponse:
+        """List configured and added tenants."""
+
+        async def handle(_: Tenant) -> admin_pb2.ListTenantsResponse:
+            await self._book.load()
+            tenants = sorted(self._book.tenants, key=lambda one: one.name)
+            return admin_pb2.ListTenantsResponse(tenants=[tenant_convert.tenant(one) for one in tenants])
+
+        return await self._calls.act("ListTenants", context, handle, reads=True)
 
     def _info(self, tenant: Tenant) -> admin_pb2.GetServerInfoResponse:
         ready = self._state.ready
@@ -154,7 +258,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             batch_kind=ready.batch_kind,
             batch_reason=ready.batch_reason,
             preemption_mode=ready.preemption_mode,
-            policy=ready.policy,
+            policy=self._state.policy,
             default_sla_class=tenant.default_class,
             kv_bytes_per_token=ready.kv_bytes_per_token,
             host_pool_bytes=ready.host_pool_bytes,
@@ -168,6 +272,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         info.start_time.FromMilliseconds(int(self._started_unix_s * 1000))
         info.uptime.FromMilliseconds(int((time.monotonic() - self._started_s) * 1000))
         return info
+
+
+def _job_named(request: admin_pb2.ParkJobRequest | admin_pb2.ResumeJobRequest) -> str:
+    return f"{request.tenant}/{request.job_id}"
 
 
 def _version(package: str) -> str:

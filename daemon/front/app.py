@@ -15,16 +15,18 @@ from grpc_health.v1 import health
 from batond.daemon.config import split_address
 from batond.daemon.config_load import engine_settings, redacted, resolve_model_path
 from batond.daemon.front.admin import AdminServicer
-from batond.daemon.front.calls import Calls
+from batond.daemon.front.calls import Calls, by_credentials, by_user
 from batond.daemon.front.dispatcher import Dispatcher
 from batond.daemon.front.engine_link import EngineLink
 from batond.daemon.front.follow import Follower
 from batond.daemon.front.hub import Hub
-from batond.daemon.front.identity import Identities
+from batond.daemon.front.identity import Identities, LocalAdministrators
 from batond.daemon.front.jobs import JobServicer
+from batond.daemon.front.local_admin import AdminSocket, user_ids
 from batond.daemon.front.requests import Limits, RequestReader
-from batond.daemon.front.server import build_server, keep_health, open_sockets
+from batond.daemon.front.server import build_admin_server, build_server, keep_health, open_sockets
 from batond.daemon.front.state import DaemonState
+from batond.daemon.front.tenant_book import TenantBook
 from batond.daemon.front.text import load_tokenizer
 from batond.daemon.queue import EmbeddedRedis, JobStore, LeaseKeeper, check_server, open_async, open_sync
 from batond.daemon.telemetry.logging import get_logger
@@ -132,9 +134,10 @@ class _Front:
         tokenizer: Tokenizer,
     ) -> None:
         classes, queue = settings.sla_classes, settings.queue
-        identities = Identities(settings.tenants, classes)
+        identities = Identities(settings.tenants, classes, required=settings.server.require_credentials)
+        self._book = TenantBook(client, identities, classes)
         self._settings = settings
-        self._metrics = Metrics(identities.names)
+        self._metrics = Metrics(list(identities.tenants))
         owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
         store = JobStore(
             client, ready.model, classes.names, max_queued=queue.max_queued, max_attempts=queue.max_attempts
@@ -160,6 +163,7 @@ class _Front:
             lease_s=queue.lease_s,
             claim_ahead=queue.claim_ahead,
             max_attempts=queue.max_attempts,
+            tenants=lambda: identities.limits,
         )
         self._state = DaemonState(
             link,
@@ -177,7 +181,7 @@ class _Front:
             max_choices=settings.model.max_choices,
             max_choice_tokens=settings.model.max_choice_tokens,
         )
-        calls = Calls(identities, self._metrics)
+        calls = Calls(by_credentials(identities), self._metrics)
         self._jobs = JobServicer(
             calls=calls,
             store=store,
@@ -189,20 +193,25 @@ class _Front:
             result_ttl_s=queue.result_ttl_s,
             max_message_bytes=settings.server.max_message_bytes,
         )
-        self._admin = AdminServicer(
-            calls=calls,
-            state=self._state,
-            dispatcher=self._dispatcher,
-            store=store,
-            classes=classes,
-            limits=limits,
-            max_message_bytes=settings.server.max_message_bytes,
+        self._admin, self._local_admin = (
+            AdminServicer(
+                calls=callers,
+                state=self._state,
+                dispatcher=self._dispatcher,
+                store=store,
+                classes=classes,
+                limits=limits,
+                book=self._book,
+                max_message_bytes=settings.server.max_message_bytes,
+            )
+            for callers in (calls, Calls(by_user(LocalAdministrators(classes)), self._metrics))
         )
         listener.dispatcher = self._dispatcher
         self._metrics.engine_up.set(1)
 
     async def run(self, stop: asyncio.Event, engine: asyncio.Task[None], notifier: Notifier) -> None:
         """Serve until told to stop, then drain."""
+        await self._book.load()  # Before anybody can call.
         health_servicer = health.aio.HealthServicer()
         server = build_server(self._settings, self._jobs, self._admin, health_servicer)
         self._keeper.start()
@@ -212,10 +221,13 @@ class _Front:
                 ("dispatcher", self._dispatcher.run()),
                 ("health", keep_health(health_servicer, self._state)),
                 ("watchdog", self._watchdog(notifier)),
+                ("tenants", self._book.run()),
             )
         ]
+        stack = contextlib.AsyncExitStack()
         try:
             await server.start()
+            await self._serve_administrators(stack)
             open_sockets(self._settings.server.listen)
             self._serve_metrics()
             notifier.ready(f"serving {self._state.ready.model}")
@@ -228,12 +240,27 @@ class _Front:
             )
         finally:
             await server.stop(CLOSE_STREAMS_S)
+            await stack.aclose()
             await self._jobs.finish_tidying()
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
             await asyncio.to_thread(self._keeper.stop)
             self._metrics.close()
+
+    async def _serve_administrators(self, stack: contextlib.AsyncExitStack) -> None:
+        """Serve the local administrators' socket, if it is wanted, until the stack is closed."""
+        server = self._settings.server
+        path = server.admin_socket_path
+        if path is None:
+            return
+        relay = AdminSocket(path, user_ids(server.admin_users))
+        stack.push_async_callback(relay.stop)
+        inner = build_admin_server(self._local_admin, relay.inner_address, server.max_message_bytes)
+        stack.push_async_callback(inner.stop, CLOSE_STREAMS_S)
+        await inner.start()
+        await relay.start()
+        _log.info("admin_socket", path=str(path))
 
     # The keeper is made before the dispatcher, so it is given these.
 

@@ -5,38 +5,105 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from batond.daemon.errors import BatondError
+from batond.daemon.front import audit
+from batond.daemon.front.identity import require_admin
+from batond.daemon.front.local_admin import user_of_peer
 from batond.daemon.front.status import to_status
 from batond.daemon.telemetry.logging import bind_ids
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from batond.daemon.front.identity import Identities, Tenant
+    from batond.daemon.front.identity import Identities, LocalAdministrators, Tenant
     from batond.daemon.telemetry.metrics import Metrics
 
 _Answer = TypeVar("_Answer")
 
 
 class Calls:
-    """Wraps handlers: finds the tenant, binds log ids, turns errors into statuses.
+    """Wraps handlers: finds the tenant, binds log ids, turns errors into statuses, writes the audit log.
 
     Args:
-        identities: Tenants by credentials.
+        identify: Finds who made a call, by its context: `by_credentials` or `by_user`.
         metrics: Counts refusals.
     """
 
-    def __init__(self, identities: Identities, metrics: Metrics) -> None:
-        self._identities = identities
+    def __init__(self, identify: Callable[[Any], Tenant], metrics: Metrics) -> None:
+        self._identify = identify
         self._metrics = metrics
 
     async def answer(
         self, method: str, context: Any, handle: Callable[[Tenant], Awaitable[_Answer]]
     ) -> _Answer:
         """Run a handler for the caller's tenant; whatever it raises ends the call with its status."""
+
+        async def identified() -> _Answer:
+            return await handle(self._who(method, context))
+
+        return await self._guarded(method, context, identified)
+
+    async def stream(self, method: str, context: Any, handle: Callable[[Tenant], Awaitable[None]]) -> None:
+        """As `answer`, for a handler that writes its responses itself."""
+        with self._metrics.open_streams.track_inprogress():
+            await self.answer(method, context, handle)
+
+    async def act(
+        self,
+        method: str,
+        context: Any,
+        handle: Callable[[Tenant], Awaitable[_Answer]],
+        *,
+        target: str = "",
+        reads: bool = False,
+    ) -> _Answer:
+        """As `answer`, for administrators alone. The audit log says what came of it.
+
+        Args:
+            method: Name of the call.
+            context: The call's.
+            handle: Does it.
+            target: Whom or what it is done to.
+            reads: It changes nothing: only refusals are of interest.
+        """
+
+        async def audited() -> _Answer:
+            actor = ""
+            try:
+                tenant = self._who(method, context)
+                actor = tenant.name
+                require_admin(tenant)
+                answer = await handle(tenant)
+            except Exception as error:
+                known = isinstance(error, BatondError)
+                audit.record(
+                    method,
+                    actor=actor,
+                    target=target,
+                    outcome="refused" if known else "failed",
+                    reason=error.reason if isinstance(error, BatondError) else type(error).__name__,
+                    peer=context.peer(),
+                )
+                raise
+            if not reads:
+                audit.record(method, actor=actor, target=target, outcome="done", peer=context.peer())
+            return answer
+
+        return await self._guarded(method, context, audited)
+
+    async def watch(self, method: str, context: Any, handle: Callable[[Tenant], Awaitable[None]]) -> None:
+        """As `act`, for a handler that only reads and writes its responses itself."""
+        with self._metrics.open_streams.track_inprogress():
+            await self.act(method, context, handle, reads=True)
+
+    def _who(self, method: str, context: Any) -> Tenant:
+        tenant = self._identify(context)
+        bind_ids(rpc=method, tenant=tenant.name)
+        return tenant
+
+    async def _guarded(self, method: str, context: Any, work: Callable[[], Awaitable[_Answer]]) -> _Answer:
         try:
-            tenant = self._identities.identify(context.invocation_metadata())
-            bind_ids(rpc=method, tenant=tenant.name)
-            return await handle(tenant)
+            return await work()
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():
@@ -46,13 +113,26 @@ class Calls:
         except Exception as error:  # noqa: BLE001 - nothing may leave without a status
             await self._refuse(method, context, error)
 
-    async def stream(self, method: str, context: Any, handle: Callable[[Tenant], Awaitable[None]]) -> None:
-        """As `answer`, for a handler that writes its responses itself."""
-        with self._metrics.open_streams.track_inprogress():
-            await self.answer(method, context, handle)
-
     async def _refuse(self, method: str, context: Any, error: Exception) -> NoReturn:
         status = to_status(error)
         self._metrics.rpcs.labels(method, status.code.name).inc()
         await context.abort_with_status(status)
         raise RuntimeError("abort returned")
+
+
+def by_credentials(identities: Identities) -> Callable[[Any], Tenant]:
+    """Who a token or a client certificate says."""
+
+    def identify(context: Any) -> Tenant:
+        return identities.identify(context.invocation_metadata(), context.auth_context())
+
+    return identify
+
+
+def by_user(administrators: LocalAdministrators) -> Callable[[Any], Tenant]:
+    """Which user of this host the administrators' socket says."""
+
+    def identify(context: Any) -> Tenant:
+        return administrators.administrator(user_of_peer(context.peer()))
+
+    return identify

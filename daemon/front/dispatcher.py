@@ -24,14 +24,23 @@ from batond.daemon.front.hub import LostRow
 from batond.daemon.queue import CommitResult, NoticeKind, Refusal, Why
 from batond.daemon.queue.keys import job_ref
 from batond.daemon.telemetry.logging import get_logger
-from batond.daemon.wire.messages import Cancel, CommandResult, HandBack, Park, Preempted, Resume, StepEvents
+from batond.daemon.wire.messages import (
+    Cancel,
+    CommandResult,
+    HandBack,
+    Park,
+    Preempted,
+    Resume,
+    SetPolicy,
+    StepEvents,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from batond.daemon.front.engine_link import EngineLink
     from batond.daemon.front.hub import Hub
-    from batond.daemon.queue import ClaimedJob, Counts, JobStore, LeaseKeeper, StepCommit
+    from batond.daemon.queue import ClaimedJob, Counts, JobStore, LeaseKeeper, StepCommit, TenantLimits
     from batond.daemon.telemetry.metrics import Metrics
     from batond.daemon.wire.messages import Command, QueryEvent, Ready, Snapshot
     from batond.policies.classes import SlaClasses
@@ -62,12 +71,14 @@ class Dispatcher:
         lease_s: Of claims.
         claim_ahead: Jobs of a class claimed beyond the rows.
         max_attempts: Engines a job may take down with it before it is charged.
+        tenants: Gives shares and quotas by tenant as they are now.
 
     Attributes:
         snapshot: The batch as the engine last described it.
         counts: The queue as last counted.
         redis_up: Whether Redis answered last time.
         draining: No more claims.
+        policy: Set by hand, for this engine and those after it; empty is the configured one.
     """
 
     def __init__(
@@ -83,11 +94,13 @@ class Dispatcher:
         lease_s: float,
         claim_ahead: int,
         max_attempts: int,
+        tenants: Callable[[], Mapping[str, TenantLimits]] = dict,
     ) -> None:
         self._store, self._keeper, self._hub, self._link = store, keeper, hub, link
         self._classes, self._metrics, self._owner = classes, metrics, owner
         self._lease_ms = int(lease_s * 1000)
         self._claim_ahead, self._max_attempts = claim_ahead, max_attempts
+        self._tenants = tenants
         self._held: dict[str, HeldJob] = {}
         self._unsaved: asyncio.Queue[list[JobStep]] = asyncio.Queue(MOST_UNSAVED_STEPS)
         self._wake = asyncio.Event()
@@ -101,6 +114,7 @@ class Dispatcher:
         self.counts: Counts | None = None
         self.redis_up = True
         self.draining = False
+        self.policy = ""
 
     # -- what the services ask ------------------------------------------------------------------------
 
@@ -132,6 +146,11 @@ class Dispatcher:
     async def resume(self, tenant: str, job_id: str) -> None:
         """Let a job parked by hand compete again; raises as `park`."""
         await self._ask_all(Resume, self._running(tenant, job_id))
+
+    async def set_policy(self, name: str) -> None:
+        """Exchange the engine's policy; raises as `park`."""
+        await self._ask(SetPolicy(name=name, request_id=next(self._requests)))
+        self.policy = name
 
     def lost(self, tenant: str, job_id: str, epoch: int) -> None:
         """A lease ran out: somebody else may have the job, and our writes are refused."""
@@ -187,7 +206,9 @@ class Dispatcher:
     async def _claim(self) -> bool:
         """Claim what there is room for; returns whether anything came."""
         try:
-            claimed = await self._store.claim(self._owner, self._room(), lease_ms=self._lease_ms)
+            claimed = await self._store.claim(
+                self._owner, self._room(), lease_ms=self._lease_ms, tenants=self._tenants()
+            )
         except BatondError as error:
             self._note_redis(error)
             await asyncio.sleep(RETRY_REDIS_S)
@@ -352,9 +373,11 @@ class Dispatcher:
 
     # -- the engine speaks (EngineHandler) ------------------------------------------------------------
 
-    def engine_up(self, ready: Ready) -> None:  # noqa: ARG002 - a fixed signature
+    def engine_up(self, ready: Ready) -> None:
         """Give the engine every job that is held, but those that killed too many: it has none of them."""
         self._metrics.engine_up.set(1)
+        if self.policy and self.policy != ready.policy:
+            self._tell(SetPolicy(name=self.policy, request_id=next(self._requests)))
         for held in list(self._held.values()):
             if not held.ended and held.engine_deaths < self._max_attempts:
                 self._submit(held)
@@ -421,7 +444,7 @@ class Dispatcher:
         if refusals and len(refusals) >= len(held.query_ids):
             raise refusals[0]
 
-    async def _ask(self, command: Park | Resume) -> None:
+    async def _ask(self, command: Park | Resume | SetPolicy) -> None:
         future = asyncio.get_running_loop().create_future()
         self._answers[command.request_id] = future
         try:

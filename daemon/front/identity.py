@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from batond.daemon.config_tenants import allowed_classes
 from batond.daemon.errors import PermissionDeniedError, UnauthenticatedError
+from batond.daemon.queue.limits import TenantLimits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +55,16 @@ class Tenant:
     tokens_per_minute: int = 0
     longest_prompt_tokens: int = 0
 
+    @property
+    def limits(self) -> TenantLimits:
+        """What the queue enforces of it."""
+        return TenantLimits(
+            weight=self.weight,
+            queued=self.max_queued,
+            running=self.max_running,
+            tokens_per_minute=self.tokens_per_minute,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Account:
@@ -79,21 +90,20 @@ class Identities:
         tenants: As configured.
         classes: All classes.
         required: Never let anybody in without credentials, not even while there are no tenants.
+
+    Attributes:
+        configured_tenants: As given.
     """
 
     def __init__(
         self, tenants: Iterable[TenantConfig], classes: SlaClasses, *, required: bool = False
     ) -> None:
-        self._configured = tuple(account_of(config, classes) for config in tenants)
+        self.configured_tenants = tuple(tenants)
+        self._configured = tuple(account_of(config, classes) for config in self.configured_tenants)
         self._required = required
         everything = frozenset(classes.names)
         self._anybody = Tenant(DEFAULT_TENANT, True, everything, default_class(everything, classes))  # noqa: FBT003 - admin
         self._accounts: tuple[Account, ...] = self._configured
-
-    @property
-    def configured(self) -> Sequence[Account]:
-        """The tenants of the configuration, in its order."""
-        return self._configured
 
     @property
     def tenants(self) -> dict[str, Tenant]:
@@ -101,6 +111,11 @@ class Identities:
         return {account.tenant.name: account.tenant for account in self._accounts} or {
             DEFAULT_TENANT: self._anybody
         }
+
+    @property
+    def limits(self) -> dict[str, TenantLimits]:
+        """Shares and quotas by tenant, for claims."""
+        return {name: tenant.limits for name, tenant in self.tenants.items()}
 
     def replace_added(self, accounts: Iterable[Account]) -> None:
         """Take the tenants that were added at run time; a name of the configuration goes before them."""
@@ -179,14 +194,14 @@ class Identities:
 
 
 class LocalAdministrators:
-    """Finds the caller on the local administrators' socket: the user whom the kernel named to the relay."""
+    """Names the caller on the administrators' socket: an administrator, since the relay lets in no other."""
 
     def __init__(self, classes: SlaClasses) -> None:
         self._everything = frozenset(classes.names)
         self._default_class = default_class(self._everything, classes)
 
-    def identify_user(self, user_id: int) -> Tenant:
-        """Return the administrator who a user of this host is; who may connect, the relay has decided."""
+    def administrator(self, user_id: int) -> Tenant:
+        """A user of this host, as the kernel named it."""
         return Tenant(f"local:{user_id}", True, self._everything, self._default_class)  # noqa: FBT003 - admin
 
 

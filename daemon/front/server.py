@@ -56,6 +56,19 @@ def build_server(
     return server
 
 
+def build_admin_server(admin: AdminServicer, address: str, max_message_bytes: int) -> grpc.aio.Server:
+    """Assemble the local administrators' server; see `local_admin`.
+
+    Raises:
+        ConfigError: The address can't be bound.
+    """
+    server = grpc.aio.server(options=_options(max_message_bytes))
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
+    reflection.enable_server_reflection((_SERVICES[1], reflection.SERVICE_NAME), server)
+    _bind(server, address, None)
+    return server
+
+
 async def keep_health(servicer: health.aio.HealthServicer, state: DaemonState) -> None:
     """Keep the health services true until cancelled."""
     while True:
@@ -130,4 +143,12 @@ def _make_room(path: Path) -> None:
         os.unlink(path)  # noqa: PTH108 - Path.unlink reads worse next to is_socket
 
 
-__all__ = ["LIVENESS", "READINESS", "SATURATION", "build_server", "is_local", "keep_health"]
+__all__ = [
+    "LIVENESS",
+    "READINESS",
+    "SATURATION",
+    "build_admin_server",
+    "build_server",
+    "is_local",
+    "keep_health",
+]

@@ -48,6 +48,11 @@ class DaemonState:
         return self._link.ready or self._first_ready
 
     @property
+    def policy(self) -> str:
+        """Name of the active scheduling policy."""
+        return self._dispatcher.policy or self.ready.policy
+
+    @property
     def engine_alive(self) -> bool:
         """Whether the engine was heard of late."""
         return self._link.silent_s < self._frozen_after_s
