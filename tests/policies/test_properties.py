@@ -74,7 +74,7 @@ def queries(draw: st.DrawFn, seq: int, phase: Phase | None = None) -> QueryView:
 lines = st.integers(1, 6).flatmap(lambda n: st.tuples(*(queries(seq) for seq in range(1, n + 1))))
 threes = st.tuples(*(queries(seq) for seq in range(1, 4)))
 #: What was told before: tokens, and ends of whole queries.
-told = st.lists(st.tuples(queries(100), st.sampled_from(("prompt", "output", "end", "rank"))), max_size=12)
+told = st.lists(st.tuples(queries(100), st.sampled_from(("prompt", "output", "end", "rank"))), max_size=6)
 
 
 def tell(policy: Policy, history: list[tuple[QueryView, str]]) -> Policy:
@@ -141,11 +141,11 @@ def test_preemption_is_strict_and_has_no_cycle(
     assert not any(not query.preemptible for query in three for a, b in pairs if b == query.query_id)
 
 
-@many
+@pytest.mark.parametrize("make", FACTORIES)
+@settings(max_examples=60, deadline=None)
 @given(
-    make=factories,
     history=told,
-    query=queries(1, Phase.RUNNING),
+    query=queries(1, Phase.RUNNING).map(lambda query: replace(query, preemptible=True)),
     later_s=st.sampled_from((0.0, 0.01, 5.0)),
     now_s=st.sampled_from((10.0, 90.0)),
     newcomer_tokens=st.integers(0, 300),
