@@ -32,9 +32,12 @@ class Script:
 
 @cache
 def load_script(name: str) -> Script:
-    """Reads `scripts/<name>.lua` and puts key names and common functions before it."""
+    """Reads `scripts/<name>.lua` and puts key names and the functions all share before it."""
     folder = files("batond.daemon.queue.scripts")
-    parts = [lua_prelude(), *((folder / f"{part}.lua").read_text("utf-8") for part in ("common", name))]
+    parts = [
+        lua_prelude(),
+        *((folder / f"{part}.lua").read_text("utf-8") for part in ("common", "line", "moves", name)),
+    ]
     source = "\n".join(parts)
     return Script(source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
 

@@ -88,18 +88,18 @@ KINDS: Final = (
         "tenants with a line in one class that are at a quota, by the time to look again, ms",
     ),
     KeyKind(
-        "ACCOUNT",
-        "account:",
-        "string",
-        "an hour after the last charge",
-        "of <class>/<era>/<tenant>: virtual token counter, tokens / weight",
+        "ACCOUNTS",
+        "accounts:",
+        "zset",
+        "an hour after the last charge; dropped when nothing waits or runs; 10,000 entries",
+        "tenants of one class by virtual token counter (tokens / weight), where it is above the floor",
     ),
     KeyKind(
         "FLOOR",
         "floor:",
-        "hash",
-        "two hours after the last claim",
-        "of one class: counter of the tenant served last, where new ones begin, and the era of the accounts",
+        "string",
+        "two hours after the last claim; dropped when nothing waits or runs",
+        "counter of the tenant served last in one class: where new ones begin",
     ),
     KeyKind(
         "MINUTE", "minute:", "string", "two minutes", "of <tenant>/<minute>: tokens charged in it, for quotas"
@@ -198,12 +198,12 @@ class Keys:
         """String: tokens of one tenant in one minute of the Redis clock."""
         return self._name("MINUTE", f"{quote(tenant, safe='')}/{minute}")
 
-    def account(self, sla_class: str, tenant: str, era: int = 0) -> str:
-        """String: counter of one tenant in one class."""
-        return self._name("ACCOUNT", f"{sla_class}/{era}/{quote(tenant, safe='')}")
+    def accounts(self, sla_class: str) -> str:
+        """Sorted set: tenants of one class by counter, above the floor."""
+        return self._name("ACCOUNTS", sla_class)
 
     def floor(self, sla_class: str) -> str:
-        """Hash: floor and era of one class."""
+        """String: where the counters of one class begin."""
         return self._name("FLOOR", sla_class)
 
     @property

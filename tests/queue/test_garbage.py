@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batond.daemon.errors import NotFoundError
-from batond.daemon.queue import JobState
+from batond.daemon.queue import JobState, TenantLimits
 from batond.daemon.queue.keys import KINDS, Keys, job_ref, lua_prelude, split_ref
 from batond.daemon.queue.records import decode_record
 
@@ -189,6 +189,10 @@ async def test_every_key_is_in_the_table(queue: Queue) -> None:
     await queue.client.zadd(queue.store.keys.queue("batch"), {"rubbish": 0})
     await queue.claim()
     await queue.submit("c")
+    quota = {"u": TenantLimits(running=1, tokens_per_minute=9)}
+    for job_id in ("d", "e"):
+        await queue.submit(job_id, tenant="u", deadline_in_ms=60_000, sla_class="interactive")
+    await queue.store.claim("d1", {"interactive": 2}, lease_ms=60_000, tenants=quota)
     base = queue.store.keys.base + ":"
     types = {kind.suffix: kind.redis_type for kind in KINDS}
     seen = set()

@@ -11,6 +11,7 @@ local ITEM, CHUNK = 11, 5
 local owner = ARGV[1]
 local refused, cancel = {}, {}
 local now_ms = clock()
+local spent = {} -- class and tenant -> cost, and tokens under a quota: charged once, after all items
 
 -- Whether the entry went in. If somebody else wrote into this stream, the job is past saving; its mates are not.
 local function write(ref, key, id, chunk)
@@ -20,6 +21,17 @@ local function write(ref, key, id, chunk)
     return false
   end
   return true
+end
+
+-- Notes output tokens for the account of a job's tenant.
+local function spend(ref, tokens)
+  local job = redis.call('HMGET', JOB .. ref, 'sla_class', 'weight', 'metered')
+  local class, tenant = job[1] or '', tenant_of(ref)
+  local key = class .. '/' .. tenant
+  local sum = spent[key] or { class = class, tenant = tenant, cost = 0, metered = 0 }
+  sum.cost = sum.cost + cost_of(tokens, job[2])
+  sum.metered = sum.metered + (job[3] == '1' and tokens or 0)
+  spent[key] = sum
 end
 
 -- Field of the record that counts a choice's tokens.
@@ -67,6 +79,7 @@ local function append(ref, chunk)
   end
   redis.call('HSET', JOB .. ref, counter(chunk.choice), int(chunk.first_index + chunk.tokens))
   redis.call('HSETNX', JOB .. ref, 'first_token_ms', int(now_ms))
+  spend(ref, chunk.tokens)
   return true
 end
 
@@ -144,5 +157,11 @@ while i <= #ARGV do
     refused[#refused + 1] = { item, why, committed }
   end
   i, item = i + ITEM + number * CHUNK, item + 1
+end
+for _, sum in pairs(spent) do
+  charge(sum.class, sum.tenant, sum.cost)
+  if sum.metered > 0 then
+    meter(sum.tenant, sum.metered, now_ms)
+  end
 end
 return { refused, cancel }

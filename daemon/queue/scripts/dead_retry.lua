@@ -13,6 +13,6 @@ redis.call('ZREM', DEAD, ref)
 redis.call('HDEL', EVIDENCE, ref)
 redis.call('HSET', JOB .. ref, 'state', 'queued', 'attempts', 0, 'queued_ms', int(now_ms), 'finished_ms', 0,
   'error_reason', '', 'error_message', '')
-redis.call('ZADD', QUEUE .. job[2], job[3], ref)
+enter(ref)
 redis.call('PUBLISH', WAKE, job[2])
 return 1

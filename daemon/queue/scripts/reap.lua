@@ -1,16 +1,16 @@
--- Takes jobs from daemons whose leases are over, and sweeps what has expired. Any daemon may run it at any time;
--- it needs no lock, being one atomic step (D9).
+-- Takes jobs from daemons whose leases are over, fails those that wait past their time, and sweeps what has expired.
+-- Any daemon may run it at any time; it needs no lock, being one atomic step (D9).
 -- KEYS  base
 -- ARGV  max_attempts, limit (of each kind), dead_ttl_ms
--- Gives {{requeued ...}, {cancelled ...}, {dead ...}, number swept}.
--- From  claimed running parked -> queued | cancelled | dead. A job that ended is never touched (D7).
+-- Gives {{requeued ...}, {cancelled ...}, {dead ...}, {late ...}, number swept}.
+-- From  claimed running parked -> queued | cancelled | dead; queued -> failed. A job that ended is never touched (D7).
 local max_attempts, limit, dead_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local now_ms = clock()
-local outcome = { queued = {}, cancelled = {}, dead = {} }
+local outcome = { queued = {}, cancelled = {}, dead = {}, late = {} }
 local swept = 0
 
 mend({
-  { LEASES, 'zset' }, { EXPIRING, 'zset' }, { DEAD, 'zset' }, { EVIDENCE, 'hash' },
+  { LEASES, 'zset' }, { DUE, 'zset' }, { EXPIRING, 'zset' }, { DEAD, 'zset' }, { EVIDENCE, 'hash' },
   { TOTALS, 'hash' }, { CLASSES, 'set' }, { CLOCK, 'string' },
 }, now_ms)
 for _, ref in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', int(now_ms), 'LIMIT', 0, limit)) do
@@ -20,10 +20,21 @@ for _, ref in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', int(now_ms), 'L
     local came_to = requeue(ref, true, 'the lease ran out', max_attempts, now_ms)
     table.insert(outcome[came_to], ref)
   else
-    redis.call('ZREM', LEASES, ref)
+    end_claim(ref)
     if not job or not job[1] then
       garbage(ref, 'a lease named something that is no job; removed', now_ms)
     end
+  end
+end
+
+for _, ref in ipairs(redis.call('ZRANGEBYSCORE', DUE, '-inf', int(now_ms), 'LIMIT', 0, limit)) do
+  local job = fields(ref, 'state', 'sla_class', 'deadline_ms', 'start_by_ms', 'started_ms')
+  local due = job and job[1] == 'queued' and job[2] and due_of(job[3], job[4], job[5])
+  if due and due <= now_ms then
+    conclude_late(ref, due, now_ms)
+    table.insert(outcome.late, ref)
+  else
+    redis.call('ZREM', DUE, ref)
   end
 end
 
@@ -47,4 +58,5 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', DEAD, '-inf', old, 'LIMIT', 0,
   end
   swept = swept + 1
 end
-return { outcome.queued, outcome.cancelled, outcome.dead, {}, swept }
+forget_counters()
+return { outcome.queued, outcome.cancelled, outcome.dead, outcome.late, swept }

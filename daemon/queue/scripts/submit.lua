@@ -1,22 +1,31 @@
 -- Accepts a job, or attaches to the one that has its id.
 -- KEYS  base
--- ARGV  ref, spec, max_queued, max queued of the tenant (0: any), deadline_ms (0: never), deadline_in_ms or '',
+-- ARGV  ref, spec, max_queued, most waiting jobs of the tenant (0: any), deadline_ms (0: never), deadline_in_ms or '',
 --       longest_queue_ms (0: any), then pairs of field and value: tenant, job_id, model, sla_class, body_hash, ttl_ms ...
--- Gives {'created' | 'attached' | 'conflict', record} or {'full', waiting jobs}.
+-- Gives {'created' | 'attached' | 'conflict', record, 0}, {'late', ms since the deadline, 0}, or
+--       {'full' | 'quota', waiting jobs, ms after which to try again}.
 -- From  no job -> queued. An existing job, whatever its state, is left as it is.
-local ref, spec, max_queued = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local ref, spec, max_queued, quota = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local deadline_ms, longest_queue_ms = tonumber(ARGV[5]), tonumber(ARGV[7])
 local given = {}
 for i = 8, #ARGV, 2 do
   given[ARGV[i]] = ARGV[i + 1]
 end
 local now_ms, now_us = clock()
+local tenant = tenant_of(ref)
 
 local old = fields(ref, 'state', 'body_hash')
 if old and old[1] and old[2] then
   local verdict = old[2] == given.body_hash and 'attached' or 'conflict'
   return { verdict, redis.call('HGETALL', JOB .. ref), 0 }
-elseif redis.call('EXISTS', JOB .. ref) == 1 then
-  garbage(ref, 'a submit found no job record under this name; removed', now_ms)
+end
+
+if ARGV[6] ~= '' then
+  local then_ms = now_ms + tonumber(ARGV[6])
+  deadline_ms = deadline_ms > 0 and math.min(deadline_ms, then_ms) or then_ms
+end
+if (deadline_ms > 0 or ARGV[6] ~= '') and deadline_ms <= now_ms then
+  return { 'late', now_ms - deadline_ms, 0 }
 end
 
 local waiting = 0
@@ -26,17 +35,33 @@ for _, class in ipairs(redis.call('SMEMBERS', CLASSES)) do
   waiting = waiting + redis.call('ZCARD', QUEUE .. class)
 end
 if waiting >= max_queued then
-  return { 'full', waiting, 1000 }
+  return { 'full', waiting, RETRY_MS }
+end
+if quota > 0 then
+  local own = waiting_of(tenant)
+  if own >= quota then
+    local rest_ms = tonumber(ask('ZSCORE', RESTING .. given.sla_class, tenant) or nil) or 0
+    return { 'quota', own, math.max(RETRY_MS, rest_ms - now_ms) }
+  end
 end
 
+if redis.call('EXISTS', JOB .. ref) == 1 then
+  garbage(ref, 'a submit found no job record under this name; removed', now_ms)
+end
 remove(ref, count(given.choices)) -- left-overs of an expired job of this name that the sweep has not seen yet
 local arrival_us = math.max(now_us, (tonumber(redis.call('GET', CLOCK)) or 0) + 1)
 redis.call('SET', CLOCK, int(arrival_us))
 redis.call('HSET', JOB .. ref, 'state', 'queued', 'arrival_us', int(arrival_us),
   'created_ms', int(now_ms), 'queued_ms', int(now_ms), unpack(ARGV, 8))
+if deadline_ms > 0 then
+  redis.call('HSET', JOB .. ref, 'deadline_ms', int(math.min(deadline_ms, 2 ^ 53)))
+end
+if longest_queue_ms > 0 then
+  redis.call('HSET', JOB .. ref, 'start_by_ms', int(math.min(now_ms + longest_queue_ms, 2 ^ 53)))
+end
 redis.call('SET', SPEC .. ref, spec)
-redis.call('ZADD', QUEUE .. given.sla_class, int(arrival_us), ref)
-redis.call('ZADD', TENANT .. ref:match('^([^/]+)/'), int(arrival_us), ref)
+enter(ref)
+redis.call('ZADD', TENANT .. tenant, int(arrival_us), ref)
 redis.call('HINCRBY', TOTALS, 'submitted', 1)
 redis.call('PUBLISH', WAKE, given.sla_class)
 return { 'created', redis.call('HGETALL', JOB .. ref), 0 }
