@@ -15,7 +15,6 @@ from batond.policies.base import Phase
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from batond.daemon.scheduler.lanes import Lane
     from batond.daemon.scheduler.line import Line
     from batond.daemon.scheduler.plan import BatchView
     from batond.daemon.scheduler.victims import PlannerLimits
@@ -56,8 +55,7 @@ class Draft:
         self._free_bytes = math.inf if view.kv_free_bytes is None else view.kv_free_bytes
         self._earmarked_bytes: float = 0
         # Reserved but not yet written: usable by chunks, which run before the rows are taken.
-        unwritten_bytes = sum(query.reserved_bytes - query.kv_bytes for query in running)
-        self._chunk_room_bytes = self._free_bytes + unwritten_bytes
+        self._chunk_room_bytes = self._free_bytes + line.unwritten_bytes
         self._host_bytes = 0 if view.recompute_only else view.host_free_bytes
         self._chunk_tokens = math.inf if view.chunk_tokens is None else view.chunk_tokens
         self._ready = line.ready.copy()
@@ -65,9 +63,8 @@ class Draft:
         self._stuck_orders: set[int] = set()
         self._fruitless: Counter[int] = Counter()
         self._came_free = False
-        self._soon_free = sum(
-            query.max_tokens - query.output_tokens <= limits.prefetch_tokens for query in running
-        )
+        self._running = running
+        self._soon_free: int | None = None
         self._chunks: list[Chunk] = []
         self._park: list[ParkOrder] = []
         self._resume: list[str] = []
@@ -113,32 +110,34 @@ class Draft:
         if in_line and query.phase is Phase.WAITING and len(self._chunks) == chunks:
             self._fruitless[query.class_order] += 1
 
-    def shut(self, lane: Lane) -> bool:
-        """Whether nobody of a lane can get anything as things stand: what makes long lines cheap.
+    def shut(self, order: int, kind: Kind) -> bool:
+        """Whether nobody of a class and kind can get anything as things stand: it makes long lines cheap.
 
         Reasons are given for the head of the line only. What is passed over holds no bytes on the device, so
         nothing has to be kept for it, or there is nothing left that could be.
         """
-        if len(self._blocked) < MAX_BLOCKED or lane.kind is Kind.BEGUN:
+        if len(self._blocked) < MAX_BLOCKED or kind is Kind.BEGUN:
             return False
-        order = lane.class_order
-        nothing_left = self._free_bytes == math.inf or self._open_bytes() <= 0
-        if lane.kind in {Kind.COPY, Kind.INLINE}:
-            refused = self._victims.refuses(order, parked=lane.kind is Kind.COPY)
+        open_bytes = self._open_bytes()
+        nothing_left = open_bytes <= 0 or self._free_bytes == math.inf
+        if kind is Kind.COPY or kind is Kind.INLINE:
+            refused = self._victims.refuses(order, parked=kind is Kind.COPY)
             return self._free_rows <= 0 and refused and nothing_left
         if self._chunk_tokens <= 0:
-            return lane.kind is not Kind.DROPPED or nothing_left
-        if self._open_bytes() <= 0 and order >= self._closed_order:
+            return kind is not Kind.DROPPED or nothing_left
+        if open_bytes <= 0 and order >= self._closed_order:
             return True
-        if lane.kind is Kind.DROPPED:
+        if kind is Kind.DROPPED:
             return False
-        no_row = lane.kind is Kind.PROMPT and self._free_rows <= 0 and order in self._stuck_orders
+        no_row = kind is Kind.PROMPT and self._free_rows <= 0 and order in self._stuck_orders
         return no_row or self._fruitless[order] >= LOOK_AHEAD
 
     def came_free(self) -> bool:
-        """Whether rows or bytes were taken from somebody since the last call: shut lanes may open."""
-        came_free, self._came_free = self._came_free, False
-        return came_free
+        """Whether rows or bytes taken from somebody since the last call are left over: lanes may open."""
+        if not self._came_free:
+            return False
+        self._came_free = False
+        return self._free_rows > 0 or 0 < self._open_bytes() < math.inf
 
     def serve_group(self, claims: Iterable[QueryView], *, idle: bool) -> None:
         """Prefill the first claims that fill the batch; let them in together once all rows are free.
@@ -210,7 +209,6 @@ class Draft:
             self._park.append(ParkOrder(victim.query_id, mode, cause, for_query_id))
             self._free_rows += 1
             self._free_bytes += victim.reserved_bytes
-            self._soon_free -= victim.max_tokens - victim.output_tokens <= self._limits.prefetch_tokens
 
     def _hold_back(self, query: QueryView, reason: str, *, in_line: bool) -> None:
         self.block(query, reason)
@@ -227,7 +225,16 @@ class Draft:
 
     def _foresee(self, query: QueryView, *, lacks_bytes: bool) -> None:
         """The next rows to come free are for the first in line; who is parked can be brought back ahead."""
-        if self._soon_free <= 0 or query.to_prefill_tokens > 0:
+        if query.to_prefill_tokens > 0:
+            return
+        if self._soon_free is None:
+            near = self._limits.prefetch_tokens
+            taken = {order.query_id for order in self._park}
+            self._soon_free = sum(
+                other.max_tokens - other.output_tokens <= near and other.query_id not in taken
+                for other in self._running
+            )
+        if self._soon_free == 0:
             return
         self._soon_free -= 1
         if has_host_copy(query) and not lacks_bytes:

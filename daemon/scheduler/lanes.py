@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import heapq
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from batond.daemon.scheduler.claims import in_parked_line
 from batond.policies.base import Phase
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 SortKey: TypeAlias = tuple[float, ...]
 
 
-class Kind(enum.Enum):
+class Kind(enum.IntEnum):  # Integers, for they are hashed often.
     """What a claim needs."""
 
-    PROMPT = "prompt"  # Nothing is computed.
-    ROWLESS = "rowless"  # Nothing is computed, and with its first token it ends.
-    INLINE = "inline"  # Nothing is computed, and a row is all it needs.
-    BEGUN = "begun"  # Has KV on the device.
-    COPY = "copy"  # Parked, its KV in the host pool.
-    DROPPED = "dropped"  # Lost its row, and its KV must be computed again.
+    PROMPT = 1  # Nothing is computed.
+    ROWLESS = 2  # Nothing is computed, and with its first token it ends.
+    INLINE = 3  # Nothing is computed, and a row is all it needs.
+    BEGUN = 4  # Has KV on the device.
+    COPY = 5  # Parked, its KV in the host pool.
+    DROPPED = 6  # Lost its row, and its KV must be computed again.
 
-    @property
-    def untouched(self) -> bool:
-        """Whether nothing is computed yet."""
-        return self in {Kind.PROMPT, Kind.ROWLESS, Kind.INLINE}
 
+#: Kinds of which nothing is computed yet.
+UNTOUCHED: Final = (Kind.PROMPT, Kind.ROWLESS, Kind.INLINE)
+#: Kinds that lost a row.
+PARKED: Final = (Kind.COPY, Kind.DROPPED)
 
 LaneKey: TypeAlias = tuple[int, Kind, object]  # Class order, kind, the policy's line.
 
@@ -115,30 +115,32 @@ class Walk:
 
     Args:
         line: Settled for this step.
-        shut: Whether nobody of a lane can be given anything as things stand; None looks at all.
+        shut: Whether nobody of a class and kind can be given anything as things stand; None looks at all.
         kinds: What to look at; None is everything.
     """
 
     def __init__(
         self,
         line: Line,
-        shut: Callable[[Lane], bool] | None = None,
+        shut: Callable[[int, Kind], bool] | None = None,
         kinds: Collection[Kind] | None = None,
     ) -> None:
         self._line = line
         self._shut = shut
-        self._paused: list[tuple[SortKey, int, int]] = []
+        self._paused: dict[tuple[int, Kind], list[tuple[SortKey, int, int]]] = {}
         self._lanes = line.lanes(kinds)
         self._heap: list[tuple[SortKey, int, int]] = [
-            (line.sort_key(lane, 0), number, 0) for number, lane in enumerate(self._lanes) if lane
+            (line.sort_key(lane, 0), number, 0) for number, lane in enumerate(self._lanes)
         ]
         heapq.heapify(self._heap)
 
     def reopen(self) -> None:
-        """Look at shut lanes again: something has come free."""
-        for entry in self._paused:
-            heapq.heappush(self._heap, entry)
-        self._paused.clear()
+        """Look at shut lanes again: something has come free. Nothing else opens them."""
+        for (order, kind), entries in list(self._paused.items()):
+            if self._shut is None or not self._shut(order, kind):
+                for entry in entries:
+                    heapq.heappush(self._heap, entry)
+                del self._paused[order, kind]
 
     def __iter__(self) -> Iterator[QueryView]:
         """Yield claims; every one at most once."""
@@ -146,9 +148,8 @@ class Walk:
         while heap:
             _, number, place = entry = heap[0]
             lane = lanes[number]
-            if self._shut is not None and self._shut(lane):
+            if self._shut is not None and self._is_shut(entry, lane.class_order, lane.kind):
                 heapq.heappop(heap)
-                self._paused.append(entry)
                 continue
             query = line.claim(lane, place)
             place += 1
@@ -157,3 +158,13 @@ class Walk:
             else:
                 heapq.heappop(heap)
             yield query
+
+    def _is_shut(self, entry: tuple[SortKey, int, int], order: int, kind: Kind) -> bool:
+        paused = self._paused.get((order, kind))
+        if paused is not None:
+            paused.append(entry)
+            return True
+        if self._shut is None or not self._shut(order, kind):
+            return False
+        self._paused[order, kind] = [entry]
+        return True

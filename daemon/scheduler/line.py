@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from batond.daemon.scheduler.claims import in_parked_line
-from batond.daemon.scheduler.lanes import Kind, Lane, LineLane, RankedLane, kind_of
+from batond.daemon.scheduler.lanes import PARKED, UNTOUCHED, Kind, Lane, LineLane, RankedLane, kind_of
 from batond.policies.base import KeepsLines, Phase
 
 if TYPE_CHECKING:
@@ -46,13 +46,14 @@ class Line:
         held: Queries parked by hand, by id.
         ready: Prefilled queries in line by class order.
         taken_bytes: The whole reserve of running queries and the present KV of all others.
+        unwritten_bytes: The part of that reserve that is not written yet.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.running: dict[str, QueryView] = {}
         self.held: dict[str, QueryView] = {}
         self.ready: Counter[int] = Counter()
-        self.taken_bytes = 0
+        self.taken_bytes = self.unwritten_bytes = 0
         self._views: dict[str, QueryView] = {}
         self._best: dict[int, float] = {}  # Level of the most urgent fresh query, by class order.
         self._use(policy)
@@ -89,6 +90,8 @@ class Line:
         known = self._views.get(query.query_id)
         if known is not None and known.phase is query.phase is Phase.RUNNING:
             self.taken_bytes += query.reserved_bytes - known.reserved_bytes
+            self.unwritten_bytes += query.reserved_bytes - known.reserved_bytes
+            self.unwritten_bytes -= query.kv_bytes - known.kv_bytes
             self._views[query.query_id] = self.running[query.query_id] = query
             return
         if known == query:
@@ -137,18 +140,24 @@ class Line:
         """Put everything in its place; ranks are those of `now_s` until the next call."""
         self._ranks.clear()
         self._now_s = now_s
-        fresh: list[QueryView] = []
-        others: list[QueryView] = []
-        for query in self._pending.values():
-            (others if in_parked_line(query) else fresh).append(query)
         renewed = [self._claims[seq] for seq in islice(self._rota, RENEWED_A_STEP)]
-        fresh += [query for query in renewed if not in_parked_line(query)]
-        others += [query for query in renewed if in_parked_line(query)]
-        for query in fresh:
-            self._place(query)
-        self._best = self._best_levels()
-        for query in others:
-            self._place(query)
+        parked: list[QueryView] = []
+        for query in list(self._pending.values()):
+            if in_parked_line(query):
+                parked.append(query)
+            else:
+                self._place(query)
+        for query in renewed:
+            if in_parked_line(query):
+                parked.append(query)
+            else:
+                self._renew(query)
+        self._best = self._best_levels() if parked else {}
+        for query in parked:
+            if query.seq in self._pending:
+                self._place(query)
+            else:
+                self._renew(query)
 
     def rank(self, query: QueryView) -> Rank:
         """Rank of a claim at the time of the last `settle`; the policy is asked once a step."""
@@ -164,9 +173,9 @@ class Line:
     def sort_key(self, lane: Lane, place: int) -> SortKey:
         """What a claim is merged by; only claims of the same line can have got out of date."""
         if isinstance(lane, LineLane):
-            return self._fresh_key(self._claims[lane.seqs[place]])
+            return self._key(self._claims[lane.seqs[place]])
         key = lane.entries[place][0]
-        if lane.kind in {Kind.COPY, Kind.DROPPED}:
+        if lane.kind in PARKED:
             return (min(key[0], self._best.get(lane.class_order, math.inf)), *key[1:])
         return key
 
@@ -191,32 +200,40 @@ class Line:
         self._ranks: dict[int, Rank] = {}  # Asked since the last `settle`.
 
     def _count(self, query: QueryView, sign: int) -> None:
-        nbytes = query.reserved_bytes if query.phase is Phase.RUNNING else query.kv_bytes
-        self.taken_bytes += sign * nbytes
+        if query.phase is Phase.RUNNING:
+            self.taken_bytes += sign * query.reserved_bytes
+            self.unwritten_bytes += sign * (query.reserved_bytes - query.kv_bytes)
+        else:
+            self.taken_bytes += sign * query.kv_bytes
         if query.phase is Phase.READY and not query.held:
             self.ready[query.class_order] += sign
 
     def _place(self, query: QueryView) -> None:
-        """Give a query its place, or its new one; nothing has changed if the policy raises."""
-        rank = self.rank(query)
-        kind = kind_of(query)
-        key, lane = self._lane_for(query, kind)
-        seq = query.seq
+        """Give a new claim its place; nothing has changed if the policy raises."""
+        rank, seq = self.rank(query), query.seq
+        key, lane = self._lane_for(query, kind_of(query))
         if isinstance(lane, LineLane):
             lane.add(seq, (rank, seq), self._rank_of_seq)
         else:
-            fresh = not in_parked_line(query)
-            lane.put(seq, self._fresh_key(query) if fresh else self._parked_key(query))
-            self._rota.pop(seq, None)
+            lane.put(seq, self._key(query))
             self._rota[seq] = None
         self._claims[seq] = query
         self._lane_of[seq] = key
-        self._pending.pop(seq, None)
+        del self._pending[seq]
+
+    def _renew(self, query: QueryView) -> None:
+        """Give a claim the place that its rank has now, and the last turn to be renewed."""
+        seq = query.seq
+        lane = self._lanes[self._lane_of[seq]]
+        if isinstance(lane, RankedLane):
+            lane.put(seq, self._key(query))
+        del self._rota[seq]
+        self._rota[seq] = None
 
     def _lane_for(self, query: QueryView, kind: Kind) -> tuple[LaneKey, Lane]:
         order = query.class_order
         key: LaneKey = (order, kind, None)
-        if self._line_of is not None and kind.untouched:
+        if self._line_of is not None and kind in UNTOUCHED:
             line_key = (order, kind, (self._line_of(query),))
             lane = self._lanes.get(line_key)
             if lane is not None:
@@ -228,22 +245,20 @@ class Line:
     def _rank_of_seq(self, seq: int) -> tuple[Rank, int]:
         return self.rank(self._claims[seq]), seq
 
-    def _fresh_key(self, query: QueryView) -> SortKey:
+    def _key(self, query: QueryView) -> SortKey:
         level, *rest = self.rank(query)
-        return (level, 1, 0, *rest, query.seq)
-
-    def _parked_key(self, query: QueryView) -> SortKey:
+        if not in_parked_line(query):
+            return (level, 1, 0, *rest, query.seq)
         # A parked query takes over the level of the most urgent fresh query of its class where that is the
         # better one: otherwise a fresh query that was submitted earlier, and aged for longer, would overtake
         # it (rule 3 of the design, behaviour S3).
-        level, *rest = self.rank(query)
         level = min(level, self._best.get(query.class_order, math.inf))
         return (level, 0, query.park_seq, *rest, query.seq)
 
     def _best_levels(self) -> dict[int, float]:
         best: dict[int, float] = {}
         for lane in self._lanes.values():
-            if lane and lane.kind not in {Kind.COPY, Kind.DROPPED}:
+            if lane.kind not in PARKED:
                 level = self.sort_key(lane, 0)[0]
                 best[lane.class_order] = min(level, best.get(lane.class_order, math.inf))
         return best

@@ -10,7 +10,7 @@ from batond.daemon.scheduler.claims import in_parked_line
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from batond.policies.base import Policy, QueryView
+    from batond.policies.base import Policy, QueryView, Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,26 +42,26 @@ class Choice:
 
 
 class VictimPool:
-    """The running queries of one planning pass, the least urgent first. Ranks only if it is asked."""
+    """The running queries of one planning pass. Ranks only those that may be taken, if any are."""
 
     def __init__(
         self, running: Collection[QueryView], policy: Policy, limits: PlannerLimits, now_s: float
     ) -> None:
-        self._running = running
+        self._running = list(running)
         self._policy = policy
         self._limits = limits
         self._now_s = now_s
-        self._order: list[QueryView] | None = None
+        self._keys: dict[int, tuple[Rank, int, int]] = {}
         self._refused: dict[tuple[int, bool], str] = {}
 
     def least_urgent(self, count: int) -> tuple[QueryView, ...]:
         """The `count` least urgent queries, whatever protects them otherwise."""
-        return tuple(self._sorted()[:count])
+        return tuple(sorted(self._running, key=self._urgency, reverse=True)[:count])
 
     def take(self, victims: Iterable[QueryView]) -> None:
         """Forget queries that are parked in this pass."""
         gone = {victim.query_id for victim in victims}
-        self._order = [query for query in self._sorted() if query.query_id not in gone]
+        self._running = [query for query in self._running if query.query_id not in gone]
 
     def choose(self, newcomer: QueryView, rows: int, nbytes: float) -> Choice:
         """Choose a set that frees at least `rows` rows and `nbytes` bytes, and from which none can be spared.
@@ -86,8 +86,7 @@ class VictimPool:
         eligible: list[QueryView] = []
         in_quantum: list[QueryView] = []
         capped: list[QueryView] = []
-        freed_bytes = 0
-        for victim in self._sorted():
+        for victim in self._running:
             if not self._less_urgent(newcomer, victim):
                 continue
             if victim.parks >= self._limits.max_parks:
@@ -96,9 +95,8 @@ class VictimPool:
                 in_quantum.append(victim)
             else:
                 eligible.append(victim)
-                freed_bytes += victim.reserved_bytes
-                if len(eligible) >= rows and freed_bytes >= nbytes:
-                    return Choice(victims=_minimal(eligible, rows, nbytes))
+        if _suffices(eligible, rows, nbytes):
+            return Choice(victims=self._fewest(eligible, rows, nbytes))
         if _suffices(eligible + in_quantum, rows, nbytes):
             return Choice(reason="quantum")
         if _suffices(eligible + in_quantum + capped, rows, nbytes):
@@ -115,16 +113,24 @@ class VictimPool:
             and not may(victim, newcomer, self._now_s)
         )
 
-    def _sorted(self) -> list[QueryView]:
-        if self._order is None:
-            rank = self._policy.rank
-            # Among equals the one that decoded least since its admission has least to lose; then the latest.
-            self._order = sorted(
-                self._running,
-                key=lambda query: (rank(query, self._now_s), -query.since_admission_tokens, query.seq),
-                reverse=True,
-            )
-        return self._order
+    def _fewest(self, eligible: list[QueryView], rows: int, nbytes: float) -> tuple[QueryView, ...]:
+        """The least urgent that suffice together, without those that can be spared."""
+        chosen = []
+        freed_bytes = 0
+        for victim in sorted(eligible, key=self._urgency, reverse=True):
+            chosen.append(victim)
+            freed_bytes += victim.reserved_bytes
+            if len(chosen) >= rows and freed_bytes >= nbytes:
+                break
+        return _minimal(chosen, rows, nbytes)
+
+    def _urgency(self, query: QueryView) -> tuple[Rank, int, int]:
+        # Among equals the one that decoded least since its admission has least to lose; then the latest.
+        key = self._keys.get(query.seq)
+        if key is None:
+            rank = self._policy.rank(query, self._now_s)
+            key = self._keys[query.seq] = (rank, -query.since_admission_tokens, query.seq)
+        return key
 
 
 def _suffices(victims: Sequence[QueryView], rows: int, nbytes: float) -> bool:
