@@ -4,7 +4,8 @@
     engine events   engine ──StepEvents──> one commit per step ──> commit queue
     committer       commit queue ──commit_step──> Redis, then hub; retried while Redis is away
     notices         Redis ──wake, cancel──> claim loop, engine
-    reaper          expired leases and results, figures for metrics
+    timers          a deadline passes ──Cancel──> engine; the job's end is DEADLINE_EXCEEDED
+    reaper          expired leases and results, late jobs that wait, figures for metrics
 
 Every task runs on one asyncio loop; `_held` is the only state they share. That is also why the tasks stand in
 one file of more than 400 lines: who changes `_held`, and when, must be seen at a glance.
@@ -14,11 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from batond.daemon.errors import BatondError, ExhaustedError, NotFoundError, StateError, UnavailableError
+from batond.daemon.errors import (
+    BatondError,
+    DeadlineError,
+    ExhaustedError,
+    NotFoundError,
+    StateError,
+    UnavailableError,
+)
 from batond.daemon.front.held import HeldJob, JobStep, ref_of
 from batond.daemon.front.hub import LostRow
 from batond.daemon.queue import CommitResult, NoticeKind, Refusal, Why
@@ -53,6 +62,10 @@ MOST_UNSAVED_STEPS = 4096
 #: At the end, how long Redis is waited for; what it did not take is computed again after the leases.
 SAVE_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 30.0
+#: A job past its deadline is ended by its engine, or, if that is silent for so long, without it.
+LATE_GRACE_S = 2.0
+#: Longest sleep of a timer; asyncio's are not made for years.
+LONGEST_TIMER_S = 86_400.0
 
 _log = get_logger(__name__)
 
@@ -102,6 +115,7 @@ class Dispatcher:
         self._claim_ahead, self._max_attempts = claim_ahead, max_attempts
         self._tenants = tenants
         self._held: dict[str, HeldJob] = {}
+        self._late: asyncio.Queue[HeldJob] = asyncio.Queue()
         self._unsaved: asyncio.Queue[list[JobStep]] = asyncio.Queue(MOST_UNSAVED_STEPS)
         self._wake = asyncio.Event()
         self._claims_ended = asyncio.Event()
@@ -173,6 +187,7 @@ class Dispatcher:
             tasks.create_task(self._commit_forever(), name="commit")
             tasks.create_task(self._listen_forever(), name="notices")
             tasks.create_task(self._reap_forever(), name="reap")
+            tasks.create_task(self._end_late_forever(), name="late")
 
     async def drain(self, timeout_s: float) -> None:
         """Stop intake, let jobs finish for `timeout_s`, and hand back the rest with their tokens."""
@@ -248,6 +263,7 @@ class Dispatcher:
         self._metrics.queue_wait.labels(record.sla_class).observe(record.waited_ms / 1000)
         self._metrics.claimed_jobs.set(len(self._held))
         self._submit(held)
+        self._watch_time(held)
 
     def _submit(self, held: HeldJob) -> None:
         record = held.claimed.record
@@ -328,6 +344,8 @@ class Dispatcher:
     def _let_go(self, held: HeldJob) -> None:
         if self._held.get(held.ref) is held:
             del self._held[held.ref]
+            if held.timer is not None:
+                held.timer.cancel()
             self._keeper.drop(held.tenant, held.job_id)
             self._hub.close(held.tenant, held.job_id)
         held.ended = True
@@ -357,6 +375,8 @@ class Dispatcher:
             except BatondError as error:
                 self._note_redis(error)
             else:
+                if reaped.late:
+                    _log.info("jobs_late", failed=len(reaped.late))
                 if reaped.requeued or reaped.dead:
                     _log.warning("jobs_reaped", requeued=len(reaped.requeued), dead=len(reaped.dead))
                     self._wake.set()
@@ -370,6 +390,34 @@ class Dispatcher:
             if held.engine_deaths >= self._max_attempts and not held.ended:
                 _log.error("job_kills_engines", tenant=held.tenant, job_id=held.job_id)
                 await self._unsaved.put([held.fail(f"the engine died {held.engine_deaths} times with it")])
+
+    # -- deadlines ------------------------------------------------------------------------------------
+
+    def _watch_time(self, held: HeldJob) -> None:
+        """End a job that is late, or look again when it may be."""
+        if self._held.get(held.ref) is not held or held.ended:
+            return
+        if held.late:  # The engine did not answer in time.
+            self._late.put_nowait(held)
+            return
+        left_s = min(held.left_s, held.left_to_start_s)
+        if left_s <= 0:
+            what = "deadline" if held.left_s <= 0 else "longest queue time"
+            waited_ms = held.claimed.record.waited_ms
+            held.late = f"its {what} is over; it waited {waited_ms} ms in the queue"
+            self._tell_all(Cancel, held)
+            left_s = LATE_GRACE_S if self._link.ready is not None else 0.0
+        if left_s < math.inf:
+            loop = asyncio.get_running_loop()
+            held.timer = loop.call_later(min(left_s, LONGEST_TIMER_S), self._watch_time, held)
+
+    async def _end_late_forever(self) -> None:
+        """End jobs that are late without the engine's word."""
+        while True:
+            held = await self._late.get()
+            if self._held.get(held.ref) is held and not held.ended:
+                _log.warning("late_job_ended_here", tenant=held.tenant, job_id=held.job_id)
+                await self._unsaved.put([held.fail(held.late, DeadlineError.reason)])
 
     # -- the engine speaks (EngineHandler) ------------------------------------------------------------
 

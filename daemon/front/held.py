@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from batond.daemon.engine.params import split_sequences
+from batond.daemon.errors import DeadlineError
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.queue import Chunk, JobState, StepCommit
 from batond.daemon.queue.keys import job_ref, split_ref
@@ -25,6 +28,7 @@ from batond.daemon.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Sequence
 
     from batond.daemon.front.hub import LiveEvent, LiveJob
@@ -79,6 +83,8 @@ class HeldJob:
         active: It was seen running in the present engine.
         engine_deaths: Engines that died while it ran in them.
         ended: Its end was received; nothing more is sent to the engine for it.
+        late: Why it is being ended with DEADLINE_EXCEEDED; empty while it has time.
+        timer: Looks at its deadlines.
     """
 
     claimed: ClaimedJob
@@ -89,6 +95,8 @@ class HeldJob:
     active: bool = False
     engine_deaths: int = 0
     ended: bool = False
+    late: str = ""
+    timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
         """Go on from what earlier claims committed."""
@@ -112,6 +120,20 @@ class HeldJob:
     def ref(self) -> str:
         """The job's reference in Redis; the key under which it is held."""
         return job_ref(self.tenant, self.job_id)
+
+    @property
+    def left_s(self) -> float:
+        """Time to its deadline; infinity if it has none."""
+        left_ms = self.claimed.deadline_in_ms
+        return math.inf if left_ms is None else left_ms / 1000 - (time.monotonic() - self.claimed_s)
+
+    @property
+    def left_to_start_s(self) -> float:
+        """Time in which it must get its first row; infinity if it may wait, or had one."""
+        left_ms = self.claimed.start_in_ms
+        if left_ms is None or any(choice.had_row for choice in self.choices):
+            return math.inf
+        return left_ms / 1000 - (time.monotonic() - self.claimed_s)
 
     @property
     def open_choices(self) -> list[int]:
@@ -154,6 +176,7 @@ class HeldJob:
                     waited_s=waited_s,
                     emitted_token_ids=list(token_ids),
                     session_id=spec.session_id,
+                    deadline_s=self.left_s,
                 )
             )
         return commands
@@ -171,9 +194,9 @@ class HeldJob:
             cached_prompt_tokens=max((one.cached_prompt_tokens for one in known), default=0),
         )
 
-    def fail(self, message: str) -> JobStep:
+    def fail(self, message: str, reason: str = "INTERNAL") -> JobStep:
         """End it without the engine's word."""
-        failed = QueryFailed(query_id=self.query_id(), reason="INTERNAL", message=message, usage=self.usage())
+        failed = QueryFailed(query_id=self.query_id(), reason=reason, message=message, usage=self.usage())
         return self.digest([failed])
 
     def digest(self, events: Sequence[QueryEvent]) -> JobStep:
@@ -315,6 +338,9 @@ class _StepBuilder:
             return JobState.FAILED, ""
         if not held.open_choices:
             reasons = [choice.finish_reason for choice in held.choices]
+            if FinishReason.CANCELLED.value in reasons and held.late:
+                self._error = (DeadlineError.reason, held.late)
+                return JobState.FAILED, ""
             if FinishReason.CANCELLED.value in reasons:
                 return JobState.CANCELLED, FinishReason.CANCELLED.value
             return JobState.SUCCEEDED, reasons[0]

@@ -130,7 +130,8 @@ end
 
 local function claim(class, room)
   mend({ { QUEUE .. class, 'zset' }, { TURN .. class, 'zset' }, { RESTING .. class, 'zset' } }, now_ms)
-  for _, tenant in ipairs(redis.call('ZRANGEBYSCORE', RESTING .. class, '-inf', int(now_ms), 'LIMIT', 0, RETURNS_PER_CALL)) do
+  local rested = redis.call('ZRANGEBYSCORE', RESTING .. class, '-inf', int(now_ms), 'LIMIT', 0, RETURNS_PER_CALL)
+  for _, tenant in ipairs(rested) do
     redis.call('ZREM', RESTING .. class, tenant)
     give_turn(class, tenant)
   end

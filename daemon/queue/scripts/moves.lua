@@ -32,7 +32,8 @@ end
 
 -- Puts a job that is not final into a final state. Everything of it gets its time to live here.
 local function conclude(ref, state, now_ms)
-  local job = redis.call('HMGET', JOB .. ref, 'state', 'sla_class', 'owner', 'ttl_ms', 'arrival_us', 'queued_ms', 'waited_ms')
+  local job = redis.call('HMGET', JOB .. ref,
+    'state', 'sla_class', 'owner', 'ttl_ms', 'arrival_us', 'queued_ms', 'waited_ms')
   if job[1] == 'queued' and job[2] then
     leave(ref, job[2], job[5])
     local stay_ms = math.max(0, now_ms - (count(job[6]) or now_ms))
