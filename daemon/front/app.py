@@ -189,6 +189,7 @@ class _Front:
             hub=hub,
             dispatcher=self._dispatcher,
             reader=RequestReader(tokenizer, classes, limits),
+            classes=classes,
             metrics=self._metrics,
             result_ttl_s=queue.result_ttl_s,
             max_message_bytes=settings.server.max_message_bytes,

@@ -105,6 +105,8 @@ def job(
         labels=spec.labels if spec else None,
     )
     shown.created_time.CopyFrom(timestamp(record.created_ms))
+    if record.deadline_ms:
+        shown.deadline.CopyFrom(timestamp(record.deadline_ms))
     if record.started_ms:
         shown.started_time.CopyFrom(timestamp(record.started_ms))
     if record.finished_ms:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from batond.daemon.errors import InvalidRequestError, RequestTooLargeError, UnavailableError
-from batond.daemon.front import convert
+from batond.daemon.front import convert, ranks
 from batond.daemon.front.follow import Ended
+from batond.daemon.front.hub import GotRow
 from batond.daemon.front.requests import check_job_id
 from batond.daemon.queue import Chunk, JobState
 from batond.v1 import jobs_pb2, jobs_pb2_grpc
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.requests import RequestReader
     from batond.daemon.queue import JobRecord, JobStore
     from batond.daemon.telemetry.metrics import Metrics
+    from batond.policies.classes import SlaClasses
     from batond.v1 import types_pb2
 
 DEFAULT_PAGE = 100
@@ -44,6 +46,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         hub: Jobs that run here.
         dispatcher: Is told of new jobs and cancels.
         reader: Checks requests.
+        classes: SLA classes.
         metrics: Counts.
         result_ttl_s: How long results are kept.
         max_message_bytes: Largest job.
@@ -58,12 +61,14 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         hub: Hub,
         dispatcher: Dispatcher,
         reader: RequestReader,
+        classes: SlaClasses,
         metrics: Metrics,
         result_ttl_s: int,
         max_message_bytes: int,
     ) -> None:
         self._calls, self._store, self._follower, self._hub = calls, store, follower, hub
         self._dispatcher, self._reader, self._metrics = dispatcher, reader, metrics
+        self._classes = classes
         self._ttl_ms = result_ttl_s * 1000
         self._max_message_bytes = max_message_bytes
         self._attached: Counter[tuple[str, str]] = Counter()
@@ -83,7 +88,9 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         """Submit a job and stream it; an attached one ends with its stream."""
 
         async def handle(tenant: Tenant) -> None:
-            record, created = await self._submit(tenant, request.job_id, request.spec)
+            # A stream's deadline is the job's, where the job lives and dies with the stream.
+            left_s = None if request.detached else context.time_remaining()
+            record, created = await self._submit(tenant, request.job_id, request.spec, left_s)
             name = (record.tenant, record.job_id)
             # Only what a stream brought to life ends with its last stream; never a job that was submitted.
             attached = not request.detached and (created or self._attached[name] > 0)
@@ -138,6 +145,33 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
 
         return await self._calls.answer("ListJobs", context, handle)
 
+    async def UpdateJob(self, request: jobs_pb2.UpdateJobRequest, context: Any) -> jobs_pb2.UpdateJobResponse:
+        """Lower the class of a waiting job, or set its deadline."""
+
+        async def handle(tenant: Tenant) -> jobs_pb2.UpdateJobResponse:
+            job_id = _named(request.job_id)
+            deadline_ms = None
+            if request.HasField("deadline"):
+                deadline_ms = ranks.deadline_ms(request.deadline, "deadline")
+            if not request.sla_class and deadline_ms is None:
+                raise InvalidRequestError("nothing to change: name sla_class or deadline", field="sla_class")
+            record = await self._store.get(tenant.name, job_id)
+            sla_class = record.sla_class
+            if request.sla_class:
+                sla_class = ranks.lower_class(request.sla_class, sla_class, tenant, self._classes)
+            longest_queue_s = self._classes.get(sla_class).longest_queue_s
+            record = await self._store.update(
+                tenant.name,
+                job_id,
+                present_class=record.sla_class,
+                sla_class=sla_class,
+                deadline_ms=deadline_ms,
+                longest_queue_ms=int((longest_queue_s or 0) * 1000),
+            )
+            return jobs_pb2.UpdateJobResponse(job=await self._shown(record, output=False))
+
+        return await self._calls.answer("UpdateJob", context, handle)
+
     async def CancelJob(self, request: jobs_pb2.CancelJobRequest, context: Any) -> jobs_pb2.CancelJobResponse:
         """End a job; the answer shows it final if it runs here."""
 
@@ -152,7 +186,9 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         """Wait for the cancels that closed streams left behind."""
         await asyncio.gather(*self._tidying, return_exceptions=True)
 
-    async def _submit(self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec) -> tuple[JobRecord, bool]:
+    async def _submit(
+        self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec, left_s: float | None = None
+    ) -> tuple[JobRecord, bool]:
         if self._dispatcher.draining:
             raise UnavailableError("this daemon takes no more jobs: it stops", reason="DRAINING")
         size = spec.ByteSize()
@@ -165,9 +201,15 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             )
         job_id = check_job_id(job_id)
         checked = await asyncio.to_thread(self._reader.read, spec, tenant)
+        limit = checked.limit.within(left_s)
+        longest_queue_s = self._classes.get(checked.sla_class).longest_queue_s
         record, created = await self._store.submit(
             tenant.name,
             job_id,
+            deadline_ms=limit.deadline_ms,
+            deadline_in_ms=limit.timeout_ms,
+            longest_queue_ms=int((longest_queue_s or 0) * 1000),
+            limits=tenant.limits,
             spec_json=msgspec.json.encode(checked.spec),
             body_hash=checked.body_hash,
             sla_class=checked.sla_class,
@@ -195,6 +237,9 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             if isinstance(event, Chunk) and event.prompt_logprobs is not None:
                 prompt = (await self._store.get_spec(*name)).prompt_token_ids
             shown = convert.stream_event(event, sequence, ended=ended, prompt_token_ids=prompt)
+            if isinstance(event, GotRow):
+                waited_s = convert.queue_time_s(await self._store.get(*name))
+                shown.started.queue_time.CopyFrom(convert.duration(waited_s))
             await context.write(response(event=shown))
             sequence += 1
             if ended is not None:

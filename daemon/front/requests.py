@@ -13,14 +13,9 @@ import msgspec
 
 from batond.daemon.engine.params import MAX_PROMPT_LOGPROBS, SamplingParams
 from batond.daemon.engine.structure import check_structure
-from batond.daemon.errors import (
-    InvalidRequestError,
-    NotFoundError,
-    PermissionDeniedError,
-    RequestTooLargeError,
-)
+from batond.daemon.errors import InvalidRequestError, NotFoundError, RequestTooLargeError
+from batond.daemon.front.ranks import TimeLimit, choose_class, time_limit
 from batond.daemon.queue.records import JobSpec
-from batond.daemon.telemetry.logging import get_logger
 
 if TYPE_CHECKING:
     from batond.daemon.front.identity import Tenant
@@ -50,8 +45,6 @@ _OPTIONAL_SAMPLING: Final = (
 _MOST_LABELS: Final = 16
 _LONGEST_LABEL_KEY_CHARS: Final = 63
 _LONGEST_LABEL_VALUE_CHARS: Final = 256
-
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +78,13 @@ class CheckedJob:
         spec: What to run.
         sla_class: Effective class.
         body_hash: SHA-256 (hex) of what the client sent, before anything was drawn for it.
+        limit: When it must have ended.
     """
 
     spec: JobSpec
     sla_class: str
     body_hash: str
+    limit: TimeLimit
 
 
 def check_job_id(job_id: str) -> str:
@@ -134,9 +129,10 @@ class RequestReader:
                 field="spec.model",
                 served=self._limits.model,
             )
-        sla_class = self._class(spec.sla_class, tenant)
+        sla_class = choose_class(spec.sla_class, tenant, self._classes)
         labels = _labels(spec)
         # Cheap checks come before tokenizing.
+        limit = time_limit(spec)
         sampling = _sampling(spec.sampling, self._limits.default_max_tokens)
         _check_session(spec.session_id, sampling)
         sampling = self._check_choices(sampling, given=spec.sampling.HasField("max_tokens"))
@@ -151,35 +147,8 @@ class RequestReader:
             session_id=spec.session_id,
         )
         body = spec.SerializeToString(deterministic=True)
-        return CheckedJob(spec=job, sla_class=sla_class, body_hash=hashlib.sha256(body).hexdigest())
-
-    def _class(self, asked: str, tenant: Tenant) -> str:
-        if not asked:
-            return tenant.default_class
-        if asked not in self._classes:
-            known = ", ".join(self._classes.names)
-            raise InvalidRequestError(
-                f"unknown SLA class {asked[:100]!r}; known are {known}",
-                reason="UNKNOWN_CLASS",
-                field="spec.sla_class",
-                known=known,
-            )
-        if asked in tenant.classes:
-            return asked
-        _log.warning(
-            "class_not_allowed",
-            tenant=tenant.name,
-            asked=asked,
-            outcome="lowered" if tenant.lower_class else "refused",
-        )
-        if tenant.lower_class:
-            return tenant.default_class
-        allowed = ", ".join(name for name in self._classes.names if name in tenant.classes)
-        raise PermissionDeniedError(
-            f"tenant {tenant.name} may not use the class {asked}, only {allowed}",
-            reason="CLASS_NOT_ALLOWED",
-            allowed=allowed,
-        )
+        digest = hashlib.sha256(body).hexdigest()
+        return CheckedJob(spec=job, sla_class=sla_class, body_hash=digest, limit=limit)
 
     def _prompt(self, spec: types_pb2.JobSpec, tenant: Tenant) -> list[int]:
         match spec.WhichOneof("input"):

@@ -79,8 +79,10 @@ def to_status(error: BaseException) -> grpc.Status:
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if code in _RETRY_AFTER_S:
+        known_ms = error.details.get("retry_ms", "")
+        delay_s = int(known_ms) / 1000 if known_ms.isdecimal() else _RETRY_AFTER_S[code]
         delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(_RETRY_AFTER_S[code] * 1e9))
+        delay.FromNanoseconds(int(delay_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return _pack(code, message, details)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import msgspec
 
-from batond.daemon.errors import BatondError, DeadlineError, ExhaustedError
+from batond.daemon.errors import BatondError, DeadlineError, ExhaustedError, NotFoundError, StateError
 from batond.daemon.queue.keys import job_ref, split_ref
 from batond.daemon.queue.records import (
     ClaimedJob,
@@ -59,6 +59,24 @@ def refused_submit(
         waiting=number,
         limit=max_queued,
         retry_ms=retry_ms,
+    )
+
+
+def refused_update(verdict: bytes, job_id: str, answer: Any) -> BatondError:
+    """The error for a refused update; `answer` is the record, or for a late one the ms it is late."""
+    if verdict == b"missing":
+        return NotFoundError(f"there is no job {job_id!r} of this tenant", job_id=job_id)
+    if verdict == b"late":
+        return DeadlineError(
+            f"the deadline passed {answer} ms ago, by the clock of Redis: nothing was changed", late_ms=answer
+        )
+    if verdict == b"moved":
+        return StateError(
+            f"job {job_id!r} is being changed by somebody else: look, then decide", job_id=job_id
+        )
+    state = dict(zip(answer[::2], answer[1::2], strict=True)).get(b"state", b"").decode()
+    return StateError(
+        f"job {job_id!r} is {state}: only a waiting job can be updated", job_id=job_id, state=state
     )
 
 

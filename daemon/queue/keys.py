@@ -71,7 +71,7 @@ KINDS: Final = (
         "line:",
         "zset",
         "empty when none waits",
-        "of <class>/<tenant>: waiting jobs (arrival and reference) by the time they are due, ms; 2^53 is never",
+        "of <class>/<tenant>: waiting jobs (arrival, reference) by the time they are due, ms; 2^53: never",
     ),
     KeyKind(
         "TURN",
@@ -142,7 +142,7 @@ KINDS: Final = (
 )
 
 
-#: Tenants added at run time, of all models: name -> AddedTenant as JSON (front/tenant_book.py). No time to live.
+#: Tenants added at run time, of all models: name -> AddedTenant as JSON (front/tenant_book.py). No TTL.
 TENANTS_KEY: Final = "batond:tenants"
 #: Channel beside it: the name of a tenant that changed; lossy, daemons look again every few seconds.
 TENANTS_CHANNEL: Final = "batond:tenants:news"

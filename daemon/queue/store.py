@@ -16,6 +16,7 @@ from batond.daemon.queue.codec import (
     encode_limits,
     parse_renewal,
     refused_submit,
+    refused_update,
     renew_args,
 )
 from batond.daemon.queue.keys import job_ref, split_ref
@@ -145,6 +146,39 @@ class JobStore(JobReader):
                 f"job id {job_id!r} is taken by a job with another body: use another id", job_id=job_id
             )
         return decode_record(answer), verdict == b"created"
+
+    async def update(
+        self,
+        tenant: str,
+        job_id: str,
+        *,
+        present_class: str,
+        sla_class: str,
+        deadline_ms: int | None = None,
+        longest_queue_ms: int = 0,
+    ) -> JobRecord:
+        """Moves a waiting job to another class or gives it another deadline; its arrival stays.
+
+        Args:
+            tenant: Whose.
+            job_id: Which.
+            present_class: The class the caller decided by; another one there refuses.
+            sla_class: The class it shall be in; may be the same.
+            deadline_ms: By the Redis clock; None leaves it.
+            longest_queue_ms: Of the new class, from the job's creation; 0 lets it wait.
+
+        Raises:
+            DeadlineError: The deadline has passed already; nothing changed.
+            NotFoundError: There is no such job of this tenant.
+            StateError: It does not wait any more, or is in another class by now.
+        """
+        deadline: Argument = "" if deadline_ms is None else deadline_ms
+        verdict, *rest = await self._call(
+            "update", job_ref(tenant, job_id), present_class, sla_class, deadline, longest_queue_ms
+        )
+        if verdict == b"done":
+            return decode_record(rest[0])
+        raise refused_update(verdict, job_id, rest[0] if rest else 0)
 
     async def cancel(self, tenant: str, job_id: str) -> JobRecord:
         """Cancels a waiting job at once, or tells the daemon that runs it. Nothing happens to an ended one.

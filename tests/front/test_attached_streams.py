@@ -66,6 +66,7 @@ async def test_only_a_client_that_leaves_ends_its_job(
         hub=Hub(),
         dispatcher=loose,
         reader=loose,
+        classes=loose,
         metrics=loose,
         result_ttl_s=1,
         max_message_bytes=1,
@@ -76,6 +77,8 @@ async def test_only_a_client_that_leaves_ends_its_job(
 
     monkeypatch.setattr(servicer, "_submit", accepted)
     with pytest.raises(type(error)):
-        await servicer.GenerateStream(jobs_pb2.GenerateStreamRequest(), None)
+        await servicer.GenerateStream(
+            jobs_pb2.GenerateStreamRequest(), SimpleNamespace(time_remaining=lambda: None)
+        )
     await servicer.finish_tidying()
     assert store.cancelled == cancelled

@@ -1,0 +1,32 @@
+-- Moves a waiting job to another class, or gives it another deadline. Its arrival stays.
+-- KEYS  base
+-- ARGV  ref, class it is thought to be in, class it shall be in, deadline_ms ('': as it is), longest_queue_ms (0: any)
+-- Gives {'done' | 'state' | 'moved', record}, {'late', ms since the deadline}, or {'missing'}.
+-- From  queued -> queued. Whatever is in another state, or in another class than was thought, is left as it is.
+local ref, from, to, deadline_ms, longest_queue_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local job = fields(ref, 'state', 'sla_class', 'arrival_us', 'created_ms')
+if not job or not job[1] then
+  return { 'missing' }
+elseif job[1] ~= 'queued' or not count(job[3]) then
+  return { 'state', redis.call('HGETALL', JOB .. ref) }
+elseif job[2] ~= from then
+  return { 'moved', redis.call('HGETALL', JOB .. ref) }
+end
+local now_ms = clock()
+if deadline_ms ~= '' and tonumber(deadline_ms) <= now_ms then
+  return { 'late', now_ms - tonumber(deadline_ms) }
+end
+
+leave(ref, from, job[3])
+if deadline_ms ~= '' then
+  redis.call('HSET', JOB .. ref, 'deadline_ms', deadline_ms)
+end
+if from ~= to then
+  local start_by_ms = longest_queue_ms > 0 and (count(job[4]) or now_ms) + longest_queue_ms or 0
+  redis.call('SADD', CLASSES, to)
+  redis.call('HSET', JOB .. ref, 'sla_class', to, 'start_by_ms', int(start_by_ms))
+end
+enter(ref)
+redis.call('PUBLISH', WAKE, to)
+redis.call('PUBLISH', NEWS .. ref, 'updated')
+return { 'done', redis.call('HGETALL', JOB .. ref) }
