@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from batond.daemon.scheduler.line import Line
 from batond.daemon.scheduler.plan import BatchView, ParkMode, Plan
 from batond.daemon.scheduler.planner import Planner, PlannerLimits
 from batond.policies.base import Phase, QueryView, TracksEnds
@@ -84,6 +85,7 @@ class Simulation:
         self.ended: dict[str, SimulatedQuery] = {}
         self.tokens: dict[str, int] = {}  # Computed for a tenant, prompts included.
         self._planner = Planner(policy, limits or PlannerLimits())
+        self._line = Line(policy)
         self._numbers = count(1)
         self._park_seq = count(1)
 
@@ -119,21 +121,20 @@ class Simulation:
         }
         view = QueryView(**(values | more))
         self.live[view.query_id] = SimulatedQuery(view, length)
+        self._line.put(view)
         return view.query_id
 
     def step(self) -> Plan:
         """One step of the engine."""
-        views = tuple(query.view for query in self.live.values())
-        plan = self._planner.plan(
-            BatchView(
-                now_s=self.now_s,
-                rows=self.rows,
-                queries=views,
-                chunk_tokens=self.chunk_tokens,
-                ready_limit=self.ready_limit,
-                host_free_bytes=1 << 40,
-            )
+        view = BatchView(
+            now_s=self.now_s,
+            rows=self.rows,
+            queries=(),
+            chunk_tokens=self.chunk_tokens,
+            ready_limit=self.ready_limit,
+            host_free_bytes=1 << 40,
         )
+        plan = self._planner.plan(view, self._line)
         self.now_s += self.step_s
         self._compute_chunks(plan)
         for order in plan.park:
@@ -143,8 +144,7 @@ class Simulation:
             self._give_row(query_id)
         for query in [query for query in self.live.values() if query.view.phase is Phase.RUNNING]:
             self.policy.on_tokens(query.view, 0, 1)
-            query.view = replace(query.view, since_admission_tokens=query.view.since_admission_tokens + 1)
-            self._emit(query)
+            self._emit(query, since_admission_tokens=query.view.since_admission_tokens + 1)
         return plan
 
     def run(self, most_steps: int, arrive: Callable[[], bool] = lambda: False) -> None:
@@ -171,21 +171,21 @@ class Simulation:
             view = query.view
             self.policy.on_tokens(view, chunk.tokens, 0)
             self._count(query, chunk.tokens)
-            query.view = replace(
-                view,
-                phase=Phase.READY if chunk.last else Phase.PREFILLING,
-                prefilled_tokens=view.prefilled_tokens + chunk.tokens,
-                to_prefill_tokens=view.to_prefill_tokens - chunk.tokens,
-            )
+            changes = {
+                "prefilled_tokens": view.prefilled_tokens + chunk.tokens,
+                "to_prefill_tokens": view.to_prefill_tokens - chunk.tokens,
+            }
             if chunk.last:
-                self._emit(query)
+                self._emit(query, phase=Phase.READY, **changes)
+            else:
+                self._change(query, phase=Phase.PREFILLING, **changes)
 
     def _park(self, query_id: str) -> None:
         query = self.live[query_id]
         assert query.view.phase is Phase.RUNNING
         self.park_count += 1
         parks = query.view.parks + 1
-        query.view = replace(query.view, phase=Phase.PARKED, parks=parks, park_seq=next(self._park_seq))
+        self._change(query, phase=Phase.PARKED, parks=parks, park_seq=next(self._park_seq))
 
     def _give_row(self, query_id: str) -> None:
         query = self.live.get(query_id)
@@ -193,12 +193,16 @@ class Simulation:
             return  # It ended with its prefill.
         if query.first_row_s is None:
             query.first_row_s = self.now_s
-        query.view = replace(query.view, phase=Phase.RUNNING, park_seq=0, since_admission_tokens=0)
+        self._change(query, phase=Phase.RUNNING, park_seq=0, since_admission_tokens=0)
 
-    def _emit(self, query: SimulatedQuery) -> None:
+    def _change(self, query: SimulatedQuery, **changes: object) -> None:
+        query.view = replace(query.view, **changes)
+        self._line.put(query.view)
+
+    def _emit(self, query: SimulatedQuery, **changes: object) -> None:
         if query.first_token_s is None:
             query.first_token_s = self.now_s
-        query.view = replace(query.view, output_tokens=query.view.output_tokens + 1)
+        self._change(query, output_tokens=query.view.output_tokens + 1, **changes)
         self._count(query, 1)
         if query.view.output_tokens == query.length:
             query.finish_s = self.now_s
@@ -206,6 +210,7 @@ class Simulation:
 
     def _end(self, query: SimulatedQuery) -> None:
         self.ended[query.view.query_id] = self.live.pop(query.view.query_id)
+        self._line.remove(query.view.query_id)
         if isinstance(self.policy, TracksEnds):
             self.policy.on_end(query.view)
 
