@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batond.daemon.engine.view import query_view
-
 if TYPE_CHECKING:
     import torch
 
@@ -13,7 +11,6 @@ if TYPE_CHECKING:
     from batond.daemon.engine.query import Query
     from batond.daemon.engine.residency import Residency
     from batond.daemon.engine.sampler import Sampler
-    from batond.policies.base import Policy
 
 
 class Decode:
@@ -31,12 +28,8 @@ class Decode:
     def __init__(self, residency: Residency, sampler: Sampler, life: Lifecycle) -> None:
         self._residency, self._sampler, self._life = residency, sampler, life
 
-    def run(self, policy: Policy) -> bool:
-        """One step; False if every row is idle.
-
-        Args:
-            policy: Accounts for the tokens.
-        """
+    def run(self) -> bool:
+        """One step; False if every row is idle."""
         occupied = self._residency.occupied
         if not occupied:
             return False
@@ -55,7 +48,7 @@ class Decode:
             if query.replay_left:
                 self._note_replayed(query, cached[row], logits[row])
         if decoding:
-            self._append(decoding, logits, policy)
+            self._append(decoding, logits)
         return True
 
     def _note_replayed(self, query: Query, index: int, logits: torch.Tensor) -> None:
@@ -65,11 +58,10 @@ class Decode:
             self._sampler.record_given(query, index, logits[None])
         self._life.count_prefill(query, index, 1)
 
-    def _append(self, decoding: list[tuple[int, Query]], logits: torch.Tensor, policy: Policy) -> None:
+    def _append(self, decoding: list[tuple[int, Query]], logits: torch.Tensor) -> None:
         """Choose a token for every decoding row at once."""
         queries = [query for _, query in decoding]
         choices = self._sampler.choose(logits[[row for row, _ in decoding]], queries)
         for query, choice in zip(queries, choices, strict=True):
-            query.since_admission_tokens += 1
-            policy.on_tokens(query_view(query, self._residency.batch.layout), 0, 1)
+            self._life.count_output(query)
             self._life.append(query, choice)

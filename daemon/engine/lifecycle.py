@@ -8,7 +8,6 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from batond.daemon.engine.view import query_view
 from batond.daemon.wire.messages import (
     Finished,
     FinishReason,
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 
     from batond.daemon.engine.query import Query
     from batond.daemon.engine.residency import Residency
+    from batond.daemon.engine.roster import Roster
     from batond.daemon.engine.sampler import Choice, Sampler
     from batond.daemon.scheduler.plan import ParkMode
-    from batond.daemon.scheduler.planner import Planner
     from batond.daemon.wire.messages import QueryEvent
 
 _log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ class Lifecycle:
     Args:
         residency: Where their KV is.
         sampler: Its state per query is let go with the row.
-        planner: Its policy is told of every token.
+        roster: Is told of every change and token.
         eos_token_ids: Ids that end a generation.
         counters: Counted into.
         inline: Whether prompts are computed inside the batch step.
@@ -54,7 +53,7 @@ class Lifecycle:
         self,
         residency: Residency,
         sampler: Sampler,
-        planner: Planner,
+        roster: Roster,
         eos_token_ids: frozenset[int],
         counters: Counter[str],
         *,
@@ -63,12 +62,13 @@ class Lifecycle:
         self.queries: dict[str, Query] = {}
         self.counters = counters
         self.on_event: Callable[[QueryEvent], None] | None = None
-        self._residency, self._sampler, self._planner = residency, sampler, planner
+        self._residency, self._sampler, self._roster = residency, sampler, roster
         self._eos_token_ids, self._inline = eos_token_ids, inline
         self._parks = itertools.count(1)
 
-    def place(self, query: Query) -> None:
+    def place(self, query: Query, reason: str) -> None:
         """Give the query a row."""
+        self._roster.note(query)
         row = self._residency.place(query)
         if row is None:
             return  # Its parked copy was damaged: the next plans compute it again.
@@ -77,19 +77,21 @@ class Lifecycle:
         query.park_seq = query.since_admission_tokens = 0
         if not query.started:
             query.started = True
-            self._emit(Started(query_id=query.query_id, row=row))
+            self._emit(Started(query_id=query.query_id, row=row, reason=reason))
         elif back:
             self.counters["resumes"] += 1
-            self._emit(Resumed(query_id=query.query_id, row=row))
+            self._emit(Resumed(query_id=query.query_id, row=row, reason=reason))
 
     def park(self, query: Query, mode: ParkMode, *, cause: str, for_query_id: str = "") -> None:
         """Take the query's row and device memory; keep its work in the host pool if it fits."""
+        self._roster.note(query)
         kept_bytes = self._residency.vacate(query, mode)
         self._sampler.forget(query)
         query.transition(QueryState.PARKED)
         query.parks += 1
         query.park_seq = next(self._parks)
         self.counters["parks"] += 1
+        self.counters[f"parks_for_{cause}"] += 1
         self.counters["parked_bytes"] += kept_bytes or 0
         self.counters["parks_dropped"] += kept_bytes is None
         self._emit(
@@ -107,6 +109,7 @@ class Lifecycle:
         token = choice.token_id
         if not self._follows_grammar(query, token):
             return
+        self._roster.note(query)
         query.output_token_ids.append(token)
         if choice.logprobs is not None:
             query.output_logprobs.append(choice.logprobs)
@@ -162,6 +165,7 @@ class Lifecycle:
         """Give back everything a query holds, and forget it."""
         self._sampler.forget(query)
         self._residency.release(query)
+        self._roster.drop(query)
         del self.queries[query.query_id]
 
     def _follows_grammar(self, query: Query, token: int) -> bool:
@@ -178,7 +182,13 @@ class Lifecycle:
         query.recomputed_tokens += again
         self.counters["recomputed_tokens"] += again
         self.counters["prefill_tokens"] += count
-        self._planner.policy.on_tokens(query_view(query, self._residency.batch.layout), count, 0)
+        self._roster.note(query)
+        self._roster.count(query, count, 0)
+
+    def count_output(self, query: Query) -> None:
+        """Count the token of output that a query is about to get in its row."""
+        self._roster.count(query, 0, 1)
+        query.since_admission_tokens += 1
 
     def count_decode(self, rows: int, *, idle: int, waiting: bool) -> None:
         """Count one decode step of `rows` rows."""

@@ -10,6 +10,7 @@ object (`process.py`). It is single-threaded: call it from one thread.
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 from collections import Counter
@@ -23,9 +24,11 @@ from batond.daemon.engine.lifecycle import Lifecycle
 from batond.daemon.engine.model import CausalModel, load_model
 from batond.daemon.engine.packing import find_packer
 from batond.daemon.engine.params import SamplingParams
+from batond.daemon.engine.prefill import LOGITS_TOKENS
 from batond.daemon.engine.prompts import Prompts
 from batond.daemon.engine.query import Query
 from batond.daemon.engine.residency import Residency
+from batond.daemon.engine.roster import Roster
 from batond.daemon.engine.sampler import Sampler
 from batond.daemon.engine.sessions import (
     DEFAULT_SHARE,
@@ -34,14 +37,15 @@ from batond.daemon.engine.sessions import (
     Sessions,
 )
 from batond.daemon.engine.text import TextStream
-from batond.daemon.engine.view import batch_view, snapshot
+from batond.daemon.engine.view import free_bytes, snapshot
 from batond.daemon.errors import (
     ConfigError,
     InvalidRequestError,
     StateError,
     UnsupportedModelError,
 )
-from batond.daemon.scheduler.plan import Gate, ParkMode
+from batond.daemon.scheduler.guard import PolicyGuard
+from batond.daemon.scheduler.plan import BatchView, Gate, ParkMode
 from batond.daemon.scheduler.planner import Planner, PlannerLimits
 from batond.daemon.wire.messages import (
     FinishReason,
@@ -54,13 +58,15 @@ from batond.policies.classes import SlaClasses
 from batond.policies.registry import load_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from batond.daemon.engine.build import Serving
     from batond.daemon.engine.packing import Packer
     from batond.daemon.scheduler.plan import ParkOrder, Plan
     from batond.daemon.wire.messages import QueryEvent, Snapshot
     from batond.policies.base import Policy
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TOKENS = 256
 STALLED_STEPS = 64  # A legal plan always moves something; this many empty steps in a row are a defect.
@@ -151,7 +157,6 @@ class LocalEngine:
         self.max_query_tokens = min(max_query_tokens or context, context)
         self._inline = prefill == "inline"
         self._gate = gate
-        self._chunk_tokens = None if self._inline else chunk_tokens
         self._ready_limit = 0 if self._inline else ready_limit
         self._kv_budget_bytes = kv_budget_bytes
         self.classes = classes or SlaClasses()
@@ -182,8 +187,9 @@ class LocalEngine:
         self.batch_kind, self.batch_reason = serving.batch.kind, serving.reason
         self.preemption_mode = serving.preemption_mode
         self.chunkable = serving.chunkable
-        if not self.chunkable:
-            self._chunk_tokens = None
+        self._chunk_tokens = None if self._inline or not self.chunkable else chunk_tokens
+        if deterministic and self.chunkable:  # Chunks whose logits are wanted are cut no finer than others.
+            self._chunk_tokens = min(chunk_tokens or LOGITS_TOKENS, LOGITS_TOKENS)
         on_cuda = self.model.device.type == "cuda"
         pool = HostPool(host_pool_bytes, pin=on_cuda)
         if on_cuda:
@@ -211,10 +217,11 @@ class LocalEngine:
         self.planner = Planner(_as_policy(policy), limits or PlannerLimits())
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._sampler = Sampler(self.model, self._tokenizer)
+        self._roster = Roster(self.residency, PolicyGuard(self.planner, counters), inline=self._inline)
         self._life = Lifecycle(
             self.residency,
             self._sampler,
-            self.planner,
+            self._roster,
             self.model.eos_token_ids,
             counters,
             inline=self._inline,
@@ -230,8 +237,7 @@ class LocalEngine:
             layout=serving.batch.layout,
             kv_budget_bytes=kv_budget_bytes,
         )
-        self._arrivals = itertools.count(1)
-        self._stalled_steps = 0
+        self._arrivals, self._stalled_steps = itertools.count(1), 0
 
     def _find_packer(self, serving: Serving) -> Packer | None:
         """What computes short prompts together, if that changes nothing."""
@@ -333,6 +339,7 @@ class LocalEngine:
         if query.session is not None:
             self.residency.sessions.touch(query.session)
         self.queries[query.query_id] = query
+        self._roster.note(query)
         self._life.replay(query, emitted_token_ids)
         return query
 
@@ -353,6 +360,7 @@ class LocalEngine:
                 state=query.state,
             )
         query.held = True
+        self._roster.note(query)
         if query.state is QueryState.PARKED:
             return
         self._life.park(query, ParkMode.OFFLOAD, cause="manual")
@@ -372,6 +380,7 @@ class LocalEngine:
                 state=query.state,
             )
         query.held = False
+        self._roster.note(query)
 
     def cancel(self, query: Query) -> bool:
         """End a query now; returns whether it was still alive.
@@ -400,9 +409,26 @@ class LocalEngine:
     def run_until_idle(self) -> None:
         """Resume everything held by hand, then step until every query has ended."""
         for query in self.queries.values():
-            query.held = False
+            if query.held:
+                query.held = False
+                self._roster.note(query)
         while self.queries:
             self.step()
+
+    def set_policy(self, policy: str | Policy) -> None:
+        """Exchange the policy from the next step on; every live query is ranked anew, none is lost.
+
+        What the old policy accounted for is gone: the new one begins with the tokens that follow.
+
+        Args:
+            policy: Name of a registered policy, or a policy.
+
+        Raises:
+            ConfigError: There is no such policy; the old one stays.
+        """
+        self.planner.policy = _as_policy(policy)
+        self.counters["policy_changes"] += 1
+        _log.info("policy is %s from here on", self.planner.policy.name)
 
     @property
     def busy(self) -> bool:
@@ -426,11 +452,13 @@ class LocalEngine:
             "late_completions": stats.late_completions,
             "failed_copies": stats.failures,
         }
-        return snapshot(self.counters["steps"], self.queries.values(), self.residency, counters)
+        queries, policy = self.queries.values(), self.planner.policy.name
+        return snapshot(self.counters["steps"], queries, self.residency, counters, policy)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the engine's books contradict each other."""
         self.residency.check_integrity()
+        self._roster.check_integrity(self.queries)
         for query in self.queries.values():
             if (query.state is QueryState.RUNNING) != (query.row is not None):
                 raise AssertionError(f"query {query.query_id} is {query.state} in row {query.row}")
@@ -447,28 +475,43 @@ class LocalEngine:
         plan = self._plan()
         self._prompts.run(plan.chunks)
         self._take_rows(plan.park)
-        self._give_rows((*plan.resume, *plan.admit))
-        decoded = self._decode.run(self.planner.policy)
+        self._give_rows((*plan.resume, *plan.admit), plan.reasons)
+        decoded = self._decode.run()
         return self._note_progress(plan, moved=decoded or not plan.empty)
 
     def _plan(self) -> Plan:
         """Ask the planner; nothing changes but what is known of sessions."""
         self.residency.sessions.expire()
-        for query in self.queries.values():
-            self.residency.expect_session(query)
-        view = batch_view(
-            self.queries.values(),
-            self.residency,
+        line = self._roster.refresh()
+        view = BatchView(
             now_s=time.monotonic(),
             rows=self.rows,
+            queries=(),
             chunk_tokens=self._chunk_tokens,
             ready_limit=self._ready_limit,
-            kv_budget_bytes=self._kv_budget_bytes,
+            kv_free_bytes=free_bytes(line, self._kv_budget_bytes),
+            host_free_bytes=self.residency.host_free_bytes,
             gate=self._gate,
-            inline=self._inline,
             fixed_chunks=self.deterministic,
         )
-        return self.planner.plan(view)
+        plan = self._roster.plan(view)
+        self._note_reasons(plan)
+        return plan
+
+    def _note_reasons(self, plan: Plan) -> None:
+        """Count why queries got rows or nothing; prefetch is a hint that needs a copy beside the batch."""
+        self.counters.update(f"blocked_{reason}" for reason in plan.blocked.values())
+        self.counters.update(f"rows_{reason}" for reason in plan.reasons.values() if reason != "row_soon")
+        self.counters["prefetch_hints"] += len(plan.prefetch)
+        if not plan.empty and _log.isEnabledFor(logging.DEBUG):
+            parks = {order.query_id: (order.cause, order.for_query_id) for order in plan.park}
+            _log.debug(
+                "step %d: parks %s; rows %s; blocked %s",
+                self.counters["steps"],
+                parks,
+                plan.reasons,
+                plan.blocked,
+            )
 
     def _take_rows(self, orders: Sequence[ParkOrder]) -> None:
         """Park the planned victims."""
@@ -477,12 +520,12 @@ class LocalEngine:
             query.planner_parks += 1
             self._life.park(query, order.mode, cause=order.cause, for_query_id=order.for_query_id)
 
-    def _give_rows(self, query_ids: Sequence[str]) -> None:
+    def _give_rows(self, query_ids: Sequence[str], reasons: Mapping[str, str]) -> None:
         """Place the planned queries, but those that ended with their first token or lost a damaged copy."""
         for query_id in query_ids:
             query = self.queries.get(query_id)
             if query is not None and (self._inline or not query.to_prefill_tokens):
-                self._life.place(query)
+                self._life.place(query, reasons[query_id])
 
     def _note_progress(self, plan: Plan, *, moved: bool) -> bool:
         """A batch that can't move although somebody could is a defect: say so instead of spinning."""

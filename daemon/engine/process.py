@@ -34,6 +34,7 @@ from batond.daemon.wire.messages import (
     QueryFailed,
     Ready,
     Resume,
+    SetPolicy,
     StepEvents,
     Stop,
     Submit,
@@ -85,7 +86,7 @@ class EngineProcess:
         match command:
             case Submit():
                 self._submit(command)
-            case Park() | Resume():
+            case Park() | Resume() | SetPolicy():
                 self._answer(command)
             case Cancel():
                 query = self._engine.queries.get(command.query_id)
@@ -127,14 +128,17 @@ class EngineProcess:
             )
             self._events.append(failed)
 
-    def _answer(self, command: Park | Resume) -> None:
+    def _answer(self, command: Park | Resume | SetPolicy) -> None:
         result = CommandResult(request_id=command.request_id)
         try:
-            query = self._known(command.query_id)
-            if isinstance(command, Park):
-                self._engine.park(query)
-            else:
-                self._engine.resume(query)
+            match command:
+                case SetPolicy():
+                    self._engine.set_policy(command.name)
+                    self._snapshot_s = 0.0  # The next frame shows it.
+                case Park():
+                    self._engine.park(self._known(command.query_id))
+                case Resume():
+                    self._engine.resume(self._known(command.query_id))
         except BatondError as error:
             result = CommandResult(request_id=command.request_id, reason=error.reason, message=error.message)
         self._events.append(result)

@@ -125,6 +125,7 @@ class Sessions:
         self._kept: dict[SessionKey, KeptSlice] = {}  # Least recently used first.
         self._numbers = itertools.count(1)
         self._nbytes = 0
+        self._changed: set[SessionKey] = set()
 
     @property
     def nbytes(self) -> int:
@@ -140,6 +141,11 @@ class Sessions:
     def divisible(self) -> bool:
         """Whether the beginning of a slice is of use alone."""
         return not self._layout.state_slots
+
+    def take_changed(self) -> set[SessionKey]:
+        """Sessions of which something else is kept since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def get(self, key: SessionKey) -> KeptSlice | None:
         """What is kept of a session; None if nothing is."""
@@ -181,6 +187,7 @@ class Sessions:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._kept[key] = KeptSlice(kept.owner_id, kept.token_ids, kept.nbytes, self._clock())
+            self._changed.add(key)
 
     def keep(self, key: SessionKey, token_ids: Sequence[int], kv: KVSlice) -> bool:
         """Copy a finished turn's slice to the host pool, in place of the session's older one.
@@ -210,6 +217,7 @@ class Sessions:
             return False
         self._drop(key)
         self._kept[key] = KeptSlice(owner_id, np.asarray(token_ids, dtype=np.int64), kv.nbytes, self._clock())
+        self._changed.add(key)
         self._nbytes += kv.nbytes
         self._counters["sessions_kept"] += 1
         return True
@@ -254,5 +262,6 @@ class Sessions:
     def _drop(self, key: SessionKey) -> None:
         kept = self._kept.pop(key, None)
         if kept is not None:
+            self._changed.add(key)
             self._store.forget(kept.owner_id)
             self._nbytes -= kept.nbytes

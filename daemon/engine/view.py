@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batond.daemon.scheduler.plan import BatchView
 from batond.daemon.wire.messages import QuerySnapshot, QueryState, RowSnapshot, Snapshot
 from batond.policies.base import Phase, QueryView
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from batond.daemon.engine.layout import RecordLayout
     from batond.daemon.engine.query import Query
     from batond.daemon.engine.residency import Residency
-    from batond.daemon.scheduler.plan import Gate
+    from batond.daemon.scheduler.line import Line
 
 _PHASES = {
     QueryState.WAITING: Phase.WAITING,
@@ -54,43 +53,22 @@ def query_view(query: Query, layout: RecordLayout, *, inline: bool = False) -> Q
         reserved_bytes=layout.nbytes(len(query.prompt_token_ids) + query.sampling.max_tokens),
         park_bytes=layout.nbytes(cached),
         to_prefill_tokens=0 if inline else query.to_prefill_tokens,
+        ttft_target_s=query.sla_class.ttft_target_s,
+        tpot_target_s=query.sla_class.tpot_target_s,
     )
 
 
-def batch_view(
-    queries: Iterable[Query],
-    residency: Residency,
-    *,
-    now_s: float,
-    rows: int,
-    chunk_tokens: int | None,
-    ready_limit: int,
-    kv_budget_bytes: int | None,
-    gate: Gate,
-    inline: bool,
-    fixed_chunks: bool,
-) -> BatchView:
-    """Everything the planner may know before a step."""
-    views = tuple(query_view(query, residency.batch.layout, inline=inline) for query in queries)
-    free = None
-    if kv_budget_bytes is not None:
-        taken = sum(v.reserved_bytes if v.phase is Phase.RUNNING else v.kv_bytes for v in views)
-        free = max(0, kv_budget_bytes - taken)
-    return BatchView(
-        now_s=now_s,
-        rows=rows,
-        queries=views,
-        chunk_tokens=chunk_tokens,
-        ready_limit=ready_limit,
-        kv_free_bytes=free,
-        host_free_bytes=residency.host_free_bytes,
-        gate=gate,
-        fixed_chunks=fixed_chunks,
-    )
+def free_bytes(line: Line, kv_budget_bytes: int | None) -> int | None:
+    """Bytes of KV that are promised to nobody; below zero after the budget was lowered under what is."""
+    return None if kv_budget_bytes is None else kv_budget_bytes - line.taken_bytes
 
 
 def snapshot(
-    step: int, queries: Iterable[Query], residency: Residency, counters: Mapping[str, float]
+    step: int,
+    queries: Iterable[Query],
+    residency: Residency,
+    counters: Mapping[str, float],
+    policy: str,
 ) -> Snapshot:
     """The batch for people: rows, and queries without a row."""
     batch, pool = residency.batch, residency.store.pool
@@ -132,4 +110,5 @@ def snapshot(
         sessions=residency.sessions.count,
         session_bytes=residency.sessions.nbytes,
         counters=dict(counters),
+        policy=policy,
     )

@@ -97,8 +97,8 @@ class RankedLane:
             return
         if known is not None:
             self.remove(seq)
-        self._keys[seq] = key
         insort(self.entries, (key, seq))
+        self._keys[seq] = key
 
     def remove(self, seq: int) -> None:
         """Take a claim out."""

@@ -128,8 +128,11 @@ class Line:
 
     def rank_by(self, policy: Policy) -> None:
         """Order all queries anew by another policy."""
-        if policy is self._policy:
-            return
+        if policy is not self._policy:
+            self.reorder(policy)
+
+    def reorder(self, policy: Policy) -> None:
+        """Order all queries anew, whatever is known of their order."""
         views = list(self._views.values())
         self._use(policy)
         for query in views:

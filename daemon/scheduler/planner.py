@@ -50,6 +50,11 @@ class Planner:
     def policy(self, policy: Policy) -> None:
         self._policy = policy
 
+    @property
+    def limits(self) -> PlannerLimits:
+        """Protection of running queries."""
+        return self._limits
+
     def plan(self, view: BatchView, line: Line | None = None) -> Plan:
         """Decide the next step. One walk over the claims, as far as anybody can be served.
 

@@ -137,6 +137,7 @@ class Started(Message, frozen=True):
 
     query_id: str
     row: int
+    reason: str = ""  # As in `Plan.reasons`: "row_free", "row_taken", "batch".
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -173,6 +174,7 @@ class Resumed(Message, frozen=True):
 
     query_id: str
     row: int
+    reason: str = ""  # As in Started.
 
 
 class Usage(Message, frozen=True):

@@ -1,0 +1,90 @@
+"""What becomes of a policy that raises: counted, logged, and `priority` decides in its place."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from batond.daemon.scheduler.planner import Planner
+from batond.policies.base import TracksEnds
+from batond.policies.priority import Priority
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable
+
+    from batond.daemon.scheduler.line import Line
+    from batond.daemon.scheduler.plan import BatchView, Plan
+    from batond.policies.base import Policy, QueryView
+
+LOG_EVERY_S: Final = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class PolicyGuard:
+    """Plans and accounts under the planner's policy, whatever the policy does.
+
+    A step whose plan failed is planned from scratch under `Priority`; the policy is asked again in the next.
+
+    Args:
+        planner: Its policy may be exchanged at any time.
+        counters: `policy_errors` is counted here.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, planner: Planner, counters: Counter[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._planner, self._counters, self._clock = planner, counters, clock
+        self._logged_s = -LOG_EVERY_S
+        self._unlogged = 0
+
+    @property
+    def policy(self) -> Policy:
+        """The active policy."""
+        return self._planner.policy
+
+    def plan(self, view: BatchView, line: Line) -> Plan:
+        """As `Planner.plan`."""
+        try:
+            return self._planner.plan(view, line)
+        except Exception as error:  # noqa: BLE001 - a policy is anybody's code
+            self._note(error, "priority plans this step")
+        line.reorder(self._planner.policy)  # What it raised in the middle of is begun anew.
+        substitute = Planner(Priority(), self._planner.limits)
+        return substitute.plan(replace(view, queries=tuple(line.views)))
+
+    def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
+        """As `Policy.on_tokens`; what it raises leaves the tokens unaccounted."""
+        try:
+            self._planner.policy.on_tokens(query, prompt_tokens, output_tokens)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note(error, "tokens are not accounted for")
+
+    def on_end(self, query: QueryView) -> None:
+        """As `TracksEnds.on_end`, if the policy has it."""
+        policy = self._planner.policy
+        if not isinstance(policy, TracksEnds):
+            return
+        try:
+            policy.on_end(query)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note(error, "it did not learn of an end")
+
+    def _note(self, error: Exception, outcome: str) -> None:
+        self._counters["policy_errors"] += 1
+        now_s = self._clock()
+        if now_s - self._logged_s < LOG_EVERY_S:
+            self._unlogged += 1
+            return
+        _log.error(
+            "policy %s raised; %s; %d errors since the last such line",
+            self._planner.policy.name,
+            outcome,
+            self._unlogged,
+            exc_info=error,
+        )
+        self._logged_s, self._unlogged = now_s, 0
