@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     )
     from batond.clients.retry import RetryPolicy
     from batond.clients.stream import JobStream
+    from batond.clients.tenants import PolicyInfo, TenantInfo, TenantLimits, TenantToken
     from batond.clients.transport import DEFAULT_TARGET, ClientTLS
 
 __all__ = [
@@ -101,6 +102,7 @@ __all__ = [
     "JobStream",
     "NotFoundError",
     "PermissionDeniedError",
+    "PolicyInfo",
     "Preempted",
     "QuerySnapshot",
     "QueryState",
@@ -117,6 +119,9 @@ __all__ = [
     "ServerState",
     "SlaClass",
     "Started",
+    "TenantInfo",
+    "TenantLimits",
+    "TenantToken",
     "TimeoutExpiredError",
     "TokenLogprobs",
     "TopLogprob",
@@ -126,7 +131,18 @@ __all__ = [
     "WrongStateError",
 ]
 
-_HOMES = ("model", "errors", "client", "aio", "stream", "aio_stream", "build", "retry", "transport")
+_HOMES = (
+    "model",
+    "errors",
+    "client",
+    "aio",
+    "stream",
+    "aio_stream",
+    "build",
+    "retry",
+    "transport",
+    "tenants",
+)
 
 
 def __getattr__(name: str) -> object:

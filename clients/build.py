@@ -16,6 +16,7 @@ from batond.v1 import admin_pb2, jobs_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from datetime import datetime
 
     from batond.clients.model import JobState
 
@@ -65,6 +66,8 @@ class JobOptions(TypedDict, total=False):
         stop: Strings that end the generation.
         labels: Free text given back with the job.
         session_id: Names a conversation; the next turn need not compute again what this one has.
+        deadline: When the job must have ended, with a time zone; it then fails with DEADLINE_EXCEEDED.
+        time_limit_s: The same, as time from being accepted; one of both at most.
         job_id: The caller's own id, which makes the submission idempotent; one is made if left out.
     """
 
@@ -94,6 +97,8 @@ class JobOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     labels: Mapping[str, str]
     session_id: str
+    deadline: datetime
+    time_limit_s: float
     job_id: str
 
 
@@ -171,6 +176,18 @@ def spec(prompt: str | None, options: JobOptions) -> types_pb2.JobSpec:
     stop = options.get("stop")
     _set(message.sampling, "stop", [stop] if isinstance(stop, str) else stop)
     _set(message.sampling, "json_schema", _schema(options.get("json_schema")))
+    if options.get("deadline") is not None and options.get("time_limit_s") is not None:
+        raise InvalidRequestError("give one of deadline and time_limit_s, not both")
+    _set_time(message, "deadline", options.get("deadline"))
+    _set_duration(message, "timeout", options.get("time_limit_s"))
+    return message
+
+
+def update_job(job_id: str, sla_class: str | None, deadline: datetime | None) -> jobs_pb2.UpdateJobRequest:
+    """Makes the request to change a waiting job."""
+    message = named(jobs_pb2.UpdateJobRequest, job_id=job_id)
+    _set(message, "sla_class", sla_class)
+    _set_time(message, "deadline", deadline)
     return message
 
 
@@ -245,6 +262,15 @@ def _set_duration(message: Any, name: str, seconds: float | None) -> None:
         return
     with _field(name):
         getattr(message, name).FromNanoseconds(round(seconds * 1e9))
+
+
+def _set_time(message: Any, name: str, time: datetime | None) -> None:
+    if time is None:
+        return
+    if time.tzinfo is None:
+        raise InvalidRequestError(f"{name} needs a time zone", fields={name: "a time without a time zone"})
+    with _field(name):
+        getattr(message, name).FromDatetime(time)
 
 
 def _schema(schema: str | Mapping[str, object] | None) -> str | None:

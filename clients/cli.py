@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator  # noqa: TC003 -- typer reads annotations at run time
+from datetime import datetime  # noqa: TC003 -- typer reads annotations at run time
 from pathlib import Path  # noqa: TC003 -- typer reads annotations at run time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
 
-from batond.clients import batch_view, cli_output, cli_print, outcome
+from batond.clients import batch_view, cli_admin, cli_output, cli_print, outcome
 from batond.clients.cli_input import (
     ChatOption,
     ChoicesOption,
@@ -33,18 +33,19 @@ from batond.clients.cli_input import (
     SystemOption,
     TemperatureOption,
     TenantOption,
+    TimeLimitOption,
     TokenIdsOption,
     TopKOption,
     TopPOption,
     add_prompt,
     job_options,
     job_state,
+    open_client,
 )
 from batond.clients.errors import BatondClientError
 from batond.clients.transport import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, ClientTLS
 
 if TYPE_CHECKING:
-    from batond.clients.client import Client
     from batond.clients.model import JobInfo
 
 app = typer.Typer(
@@ -54,6 +55,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+app.add_typer(cli_admin.tenant_app)
+app.add_typer(cli_admin.policy_app)
 
 #: Base of every error of usage. Some releases of typer bring their own copy of click, others import it: this
 #: is right for both, importing click would not be.
@@ -153,6 +157,7 @@ def submit(
     stop: StopOption = None,
     ignore_eos: IgnoreEosOption = False,
     session_id: SessionOption = None,
+    time_limit_s: TimeLimitOption = None,
     job_id: IdOption = None,
     label: LabelOption = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job is final.")] = False,
@@ -174,10 +179,11 @@ def submit(
         stop=stop,
         ignore_eos=ignore_eos,
         session_id=session_id,
+        time_limit_s=time_limit_s,
         job_id=job_id,
     )
     text = add_prompt(options, prompt, system=system, chat=chat, token_ids=token_ids)
-    with _client(ctx) as client:
+    with open_client(ctx) as client:
         job = client.submit(text, **options)
         if not wait:
             typer.echo(cli_output.to_json(job) if as_json else job.job_id)
@@ -208,6 +214,7 @@ def generate(
     stop: StopOption = None,
     ignore_eos: IgnoreEosOption = False,
     session_id: SessionOption = None,
+    time_limit_s: TimeLimitOption = None,
     job_id: IdOption = None,
     label: LabelOption = None,
     detached: Annotated[
@@ -231,10 +238,11 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
         session_id=session_id,
+        time_limit_s=time_limit_s,
         job_id=job_id,
     )
     text = add_prompt(options, prompt, system=system, chat=chat, token_ids=token_ids)
-    with _client(ctx) as client, client.generate(text, detached=detached, **options) as stream:
+    with open_client(ctx) as client, client.generate(text, detached=detached, **options) as stream:
         cli_print.follow(stream, as_json=as_json)
 
 
@@ -249,14 +257,14 @@ def watch(
     as_json: JsonOption = False,
 ) -> None:
     """Stream the text of a job; interrupting this leaves the job alone."""
-    with _client(ctx) as client, client.watch(job_id, from_token_index) as stream:
+    with open_client(ctx) as client, client.watch(job_id, from_token_index) as stream:
         cli_print.follow(stream, as_json=as_json)
 
 
 @app.command()
 def get(ctx: typer.Context, job_id: JobArgument, *, as_json: JsonOption = False) -> None:
     """Show a job."""
-    with _client(ctx) as client:
+    with open_client(ctx) as client:
         cli_print.show(client.get(job_id), as_json=as_json)
 
 
@@ -271,7 +279,7 @@ def list_jobs(
     """List your jobs, newest first."""
     states = [job_state(name) for name in state or ()]
     jobs: list[JobInfo] = []
-    with _client(ctx) as client:
+    with open_client(ctx) as client:
         for job in client.list(states, page_size=limit):
             jobs.append(job)
             if len(jobs) == limit:
@@ -284,9 +292,30 @@ def list_jobs(
 
 
 @app.command()
+def update(
+    ctx: typer.Context,
+    job_id: JobArgument,
+    *,
+    sla_class: Annotated[
+        str | None, typer.Option("--class", "-c", help="A class less urgent than the present one.")
+    ] = None,
+    deadline: Annotated[
+        datetime | None,
+        typer.Option(
+            formats=["%Y-%m-%dT%H:%M:%S%z"], help="When it must have ended: 2030-01-31T12:00:00+0000."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a waiting job a less urgent class, or another deadline."""
+    with open_client(ctx) as client:
+        cli_print.brief(client.update(job_id, sla_class=sla_class, deadline=deadline), as_json=as_json)
+
+
+@app.command()
 def cancel(ctx: typer.Context, job_id: JobArgument, *, as_json: JsonOption = False) -> None:
     """End a job; what it has emitted is kept."""
-    with _client(ctx) as client:
+    with open_client(ctx) as client:
         cli_print.brief(client.cancel(job_id), as_json=as_json)
 
 
@@ -295,7 +324,7 @@ def park(
     ctx: typer.Context, job_id: JobArgument, *, tenant: TenantOption = "", as_json: JsonOption = False
 ) -> None:
     """Take the row of a running job and hold the job until `resume`."""
-    with _client(ctx) as client:
+    with open_client(ctx) as client:
         cli_print.brief(client.park(job_id, tenant=tenant), as_json=as_json)
 
 
@@ -304,7 +333,7 @@ def resume(
     ctx: typer.Context, job_id: JobArgument, *, tenant: TenantOption = "", as_json: JsonOption = False
 ) -> None:
     """Let a job parked by hand compete for a row again."""
-    with _client(ctx) as client:
+    with open_client(ctx) as client:
         cli_print.brief(client.resume(job_id, tenant=tenant), as_json=as_json)
 
 
@@ -317,14 +346,14 @@ def drain(
     ] = None,
 ) -> None:
     """Tell the daemon to take no more jobs, finish or hand back what it has, and stop."""
-    with _client(ctx) as client:
+    with open_client(ctx) as client:
         typer.echo(f"draining; jobs in the engine: {client.drain(drain_timeout_s)}")
 
 
 @app.command()
 def info(ctx: typer.Context, *, as_json: JsonOption = False) -> None:
     """Show what the daemon serves, and within which limits."""
-    with _client(ctx) as client:
+    with open_client(ctx) as client:
         found = client.server_info()
     if as_json:
         typer.echo(cli_output.to_json(found))
@@ -341,7 +370,7 @@ def top(
     as_json: JsonOption = False,
 ) -> None:
     """Watch the batch live: rows, queries without a row, host pool."""
-    with _client(ctx) as client:
+    with open_client(ctx) as client:
         title = f"batond {client.server_info().model}"
         console = cli_print.console()
         # A terminal gets one picture that is drawn over; a pipe gets one after the other.
@@ -356,14 +385,3 @@ def top(
                     console.print(batch_view.render(snapshot, title=title))
                 if count == snapshots:
                     break
-
-
-@contextlib.contextmanager
-def _client(ctx: typer.Context) -> Iterator[Client]:
-    chosen: Settings = ctx.obj
-    try:
-        client = chosen.client()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    with client:
-        yield client

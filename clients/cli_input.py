@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,8 @@ from batond.clients.client import Client
 from batond.clients.model import JobState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from batond.clients.build import JobOptions
     from batond.clients.transport import ClientTLS
 
@@ -78,7 +81,23 @@ IgnoreEosOption = Annotated[
 IdOption = Annotated[
     str | None, typer.Option("--id", help="Your own id; the same id again attaches to the job.")
 ]
+TimeLimitOption = Annotated[
+    float | None,
+    typer.Option("--time-limit", min=0.001, help="Seconds after which the job fails if it has not ended."),
+]
 LabelOption = Annotated[list[str] | None, typer.Option("--label", help="NAME=VALUE; repeatable.")]
+
+
+@contextlib.contextmanager
+def open_client(ctx: typer.Context) -> Iterator[Client]:
+    """Gives the client that the options before the command describe."""
+    chosen: Settings = ctx.obj
+    try:
+        client = chosen.client()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    with client:
+        yield client
 
 
 def job_options(labels: list[str] | None, **given: object) -> JobOptions:

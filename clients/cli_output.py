@@ -78,6 +78,7 @@ def job_table(job: JobInfo) -> Table:
         ("created", _when(job.created_time)),
         ("started", _when(job.started_time)),
         ("finished", _when(job.finished_time)),
+        ("deadline", _when(job.deadline)),
         *((f"label {name}", value) for name, value in job.labels.items()),
         ("text", job.text),
         *((f"choice {choice.index}", choice.text) for choice in job.choices[1:]),

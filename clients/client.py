@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
-from batond.clients import build, convert, errors, outcome
+from batond.clients import build, convert, errors, outcome, tenants
 from batond.clients.follow import Follow
 from batond.clients.model import BatchSnapshot, JobInfo, JobPage, JobState, ServerInfo
 from batond.clients.retry import Backoff, RetryPolicy
 from batond.clients.stream import JobStream
+from batond.clients.tenants import PolicyInfo, TenantInfo, TenantLimits, TenantToken
 from batond.clients.transport import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, ClientTLS, connection
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from datetime import datetime
 
     from batond.clients.build import JobOptions
     from batond.clients.follow import Request
@@ -26,8 +28,9 @@ class Client:
     """Talks to one daemon.
 
     Calls that answer once are tried again while the daemon is away or says when to come back; that is safe,
-    because a submission always carries an id. Parking, resuming and draining are not repeated. Streams that
-    break are taken up again at the next token, so that each token is seen once. Threads may share a client.
+    because a submission always carries an id. Parking, resuming, draining and making tokens are not repeated.
+    Streams that break are taken up again at the next token, so that each token is seen once. Threads may
+    share a client.
 
     Args:
         target: "host:port", "unix:///path" or the absolute path of a socket.
@@ -196,6 +199,19 @@ class Client:
             if not page_token:
                 return
 
+    def update(
+        self, job_id: str, *, sla_class: str | None = None, deadline: datetime | None = None
+    ) -> JobInfo:
+        """Gives a waiting job a less urgent class, or another deadline.
+
+        Raises:
+            PermissionDeniedError: The class is more urgent than the present one, or not the tenant's.
+            WrongStateError: The job runs or has ended.
+        """
+        request = build.update_job(job_id, sla_class, deadline)
+        response = self._call(self._jobs.UpdateJob, request)
+        return convert.job(response.job)
+
     def cancel(self, job_id: str) -> JobInfo:
         """Ends a job; one that is final already is returned as it is."""
         response = self._call(self._jobs.CancelJob, build.named(jobs_pb2.CancelJobRequest, job_id=job_id))
@@ -237,6 +253,62 @@ class Client:
         """
         response = self._call(self._admin.Drain, build.drain(drain_timeout_s), attempts=1)
         return int(response.running_jobs)
+
+    def policy(self) -> PolicyInfo:
+        """Returns the active scheduling policy and the names of all."""
+        return tenants.policy(self._call(self._admin.GetPolicy, admin_pb2.GetPolicyRequest()))
+
+    def set_policy(self, policy: str) -> str:
+        """Exchanges the daemon's policy until its restart; no query is lost.
+
+        Returns:
+            The policy before.
+
+        Raises:
+            InvalidRequestError: There is no such policy; the message names those there are.
+        """
+        request = build.named(admin_pb2.SetPolicyRequest, policy=policy)
+        response = self._call(self._admin.SetPolicy, request)
+        return str(response.previous_policy)
+
+    def create_tenant(
+        self, name: str, limits: TenantLimits | None = None, *, certificate_subject: str = ""
+    ) -> TenantToken:
+        """Adds a tenant to all daemons of the queue; its token is shown in this answer only.
+
+        Raises:
+            AlreadyExistsError: The name was given before, or stands in the daemon's configuration.
+        """
+        request = tenants.create(name, limits or TenantLimits(), certificate_subject)
+        return tenants.token(self._call(self._admin.CreateTenant, request, attempts=1))
+
+    def update_tenant(self, name: str, limits: TenantLimits) -> TenantInfo:
+        """Replaces what an added tenant may do and use."""
+        request = tenants.update(name, limits)
+        response = self._call(self._admin.UpdateTenant, request)
+        return tenants.tenant(response.tenant)
+
+    def rotate_tenant_token(self, name: str) -> TenantToken:
+        """Makes a new token for an added tenant; the old one is refused from now on."""
+        request = build.named(admin_pb2.RotateTenantTokenRequest, name=name)
+        return tenants.token(self._call(self._admin.RotateTenantToken, request, attempts=1))
+
+    def disable_tenant(self, name: str) -> TenantInfo:
+        """Refuses an added tenant's calls from now on; accepted jobs run."""
+        request = build.named(admin_pb2.DisableTenantRequest, name=name)
+        response = self._call(self._admin.DisableTenant, request)
+        return tenants.tenant(response.tenant)
+
+    def enable_tenant(self, name: str) -> TenantInfo:
+        """Lets a disabled tenant in again."""
+        request = build.named(admin_pb2.EnableTenantRequest, name=name)
+        response = self._call(self._admin.EnableTenant, request)
+        return tenants.tenant(response.tenant)
+
+    def tenants(self) -> tuple[TenantInfo, ...]:
+        """Returns all tenants by name, configured and added ones."""
+        response = self._call(self._admin.ListTenants, admin_pb2.ListTenantsRequest())
+        return tuple(tenants.tenant(one) for one in response.tenants)
 
     def _start(self, request: Request, timeout_s: float | None) -> Any:
         starts = isinstance(request, jobs_pb2.GenerateStreamRequest)

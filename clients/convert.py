@@ -33,6 +33,7 @@ def job(message: types_pb2.Job) -> model.JobInfo:
         created_time=_time(message, "created_time"),
         started_time=_time(message, "started_time"),
         finished_time=_time(message, "finished_time"),
+        deadline=_time(message, "deadline"),
         queue_time_s=_seconds(message.queue_time),
         queue_position=message.queue_position,
         preemptions=message.preemptions,

@@ -113,6 +113,7 @@ class JobInfo:
         created_time: When it was accepted (UTC).
         started_time: When it first got a row.
         finished_time: When it became final.
+        deadline: When it must have ended; None is never.
         queue_time_s: How long it waited for its first row, or has waited until now.
         queue_position: Place in its class's queue, 1 is next; 0 if it isn't queued or that isn't known.
         preemptions: How often it lost its row.
@@ -142,6 +143,7 @@ class JobInfo:
     created_time: datetime | None = None
     started_time: datetime | None = None
     finished_time: datetime | None = None
+    deadline: datetime | None = None
     queue_time_s: float = 0.0
     queue_position: int = 0
     preemptions: int = 0

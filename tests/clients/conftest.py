@@ -90,6 +90,7 @@ class FakeDaemon(jobs_pb2_grpc.JobServiceServicer, admin_pb2_grpc.AdminServiceSe
         self.waiting = threading.Event()
         self.jobs: dict[str, tuple[types_pb2.JobSpec, types_pb2.Job]] = {}
         self.snapshots = [admin_pb2.BatchSnapshot(step=step) for step in range(3)]
+        self.tenants: dict[str, admin_pb2.Tenant] = {}
         self._server: grpc.Server | None = None
         self._port = 0
 
@@ -266,6 +267,58 @@ class FakeDaemon(jobs_pb2_grpc.JobServiceServicer, admin_pb2_grpc.AdminServiceSe
             job = self._job(request.job_id, context)
         job.state = types_pb2.JOB_STATE_RUNNING
         return admin_pb2.ResumeJobResponse(job=job)
+
+    def UpdateJob(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("UpdateJob", request, context):
+            job = self._job(request.job_id, context)
+        job.effective_sla_class = request.sla_class
+        job.deadline.CopyFrom(request.deadline)
+        return jobs_pb2.UpdateJobResponse(job=job)
+
+    def GetPolicy(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("GetPolicy", request, context):
+            return admin_pb2.GetPolicyResponse(policy="fair", known_policies=["fair", "fcfs"])
+
+    def SetPolicy(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("SetPolicy", request, context):
+            return admin_pb2.SetPolicyResponse(policy=request.policy, previous_policy="fair")
+
+    def CreateTenant(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("CreateTenant", request, context):
+            tenant = admin_pb2.Tenant(
+                name=request.name,
+                limits=request.limits,
+                certificate_subject=request.certificate_subject,
+                token_hint="0123abcd",
+            )
+        tenant.created_time.FromSeconds(1_700_000_000)
+        tenant.token_time.FromSeconds(1_700_000_000)
+        self.tenants[request.name] = tenant
+        return admin_pb2.CreateTenantResponse(tenant=tenant, token="n3w-t0ken")
+
+    def UpdateTenant(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("UpdateTenant", request, context):
+            self.tenants[request.name].limits.CopyFrom(request.limits)
+        return admin_pb2.UpdateTenantResponse(tenant=self.tenants[request.name])
+
+    def RotateTenantToken(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("RotateTenantToken", request, context):
+            tenant = self.tenants[request.name]
+        return admin_pb2.RotateTenantTokenResponse(tenant=tenant, token="r0tated")
+
+    def DisableTenant(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("DisableTenant", request, context):
+            self.tenants[request.name].disabled = True
+        return admin_pb2.DisableTenantResponse(tenant=self.tenants[request.name])
+
+    def EnableTenant(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("EnableTenant", request, context):
+            self.tenants[request.name].disabled = False
+        return admin_pb2.EnableTenantResponse(tenant=self.tenants[request.name])
+
+    def ListTenants(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("ListTenants", request, context):
+            return admin_pb2.ListTenantsResponse(tenants=self.tenants.values())
 
     def Drain(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
         with self._call("Drain", request, context):

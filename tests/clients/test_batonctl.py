@@ -373,3 +373,45 @@ def test_many_queries_are_counted_and_narrow_terminals_survive() -> None:
     assert "and 35 more" in drawn
     assert draw(snapshot, width=30)
     assert draw(BatchSnapshot(step=0))
+
+
+def test_a_token_is_alone_on_standard_output(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    asked = ("--highest-class", "standard", "--max-queued", "3", "--weight", "2", "--lower-class")
+    result = batonctl("tenant", "add", "red", *asked, "--certificate", "red.example")
+    assert (result.code, result.out) == (0, "n3w-t0ken\n")
+    assert "not shown again" in result.err
+    request = daemon.calls[-1][1]
+    assert request.limits == admin_pb2.TenantLimits(
+        weight=2, highest_class="standard", lower_class=True, max_queued=3
+    )
+    assert request.certificate_subject == "red.example"
+    assert batonctl("tenant", "rotate", "red").out == "r0tated\n"
+    assert json.loads(batonctl("tenant", "rotate", "red", "--json").out)["token"] == "r0tated"
+
+
+def test_tenants_are_changed_and_listed(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    batonctl("tenant", "add", "red", "-c", "batch", "--admin")
+    assert "disabled" in batonctl("tenant", "disable", "red").out
+    assert "enabled" in batonctl("tenant", "enable", "red").out
+    assert batonctl("tenant", "set", "red", "--max-running", "4", "--longest-prompt", "77").code == 0
+    assert daemon.calls[-1][1].limits.max_running == 4
+    listed = batonctl("tenant", "list").out
+    assert all(word in listed for word in ("red", "77", "0123abcd"))
+    assert "t0ken" not in listed
+    assert json.loads(batonctl("tenant", "list", "--json").out)["limits"]["max_running"] == 4
+
+
+def test_policies_are_shown_and_set(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    assert batonctl("policy", "show").out == "* fair\n  fcfs\n"
+    assert batonctl("policy", "set", "fcfs").out == "fcfs (was fair)\n"
+    assert daemon.calls[-1][1].policy == "fcfs"
+
+
+def test_time_limits_and_updates(daemon: Any, batonctl: Callable[..., Result]) -> None:
+    batonctl("submit", "x", "--id", "j", "--time-limit", "2.5")
+    assert daemon.calls[-1][1].spec.timeout.ToMilliseconds() == 2500
+    result = batonctl("update", "j", "-c", "batch", "--deadline", "2030-01-31T12:00:00+0100")
+    assert result == Result(0, "j queued\n", "")
+    request = daemon.calls[-1][1]
+    assert (request.sla_class, request.deadline.ToJsonString()) == ("batch", "2030-01-31T11:00:00Z")
+    assert batonctl("update", "j", "--deadline", "2030-01-31").code == 2
