@@ -17,23 +17,29 @@ local now_ms = clock()
 local lease_end = int(now_ms + lease_ms)
 local given, skips, rubbish = {}, 0, 0
 
-local function give(ref)
+local function give(ref, choices)
   redis.call('ZADD', LEASES, lease_end, ref)
-  local keys, outputs = all_keys(ref), {}
-  for i = 3, #keys do
-    local entries = redis.pcall('XRANGE', keys[i], '-', '+')
+  local outputs = {}
+  for choice = 0, math.min(choices or 1, MOST_CHOICES) - 1 do
+    local entries = redis.pcall('XRANGE', output(ref, choice), '-', '+')
     outputs[#outputs + 1] = entries.err and {} or entries
   end
   local spec = redis.pcall('GET', SPEC .. ref)
   given[#given + 1] = { ref, redis.call('HGETALL', JOB .. ref), spec and not spec.err and spec or false, outputs }
 end
 
--- Whether a member of a queue is a job waiting there; if not, it becomes evidence.
-local function waiting(ref, class)
-  local job = fields(ref, 'state', 'sla_class', 'epoch', 'arrival_us')
+-- What a claim has to know of a job that a queue names; nil if it does not wait there: then it becomes evidence.
+local function look_at(ref, class)
+  local job = fields(ref, 'state', 'sla_class', 'epoch', 'arrival_us', 'deadline_ms', 'start_by_ms', 'started_ms',
+    'queued_ms', 'waited_ms', 'prompt_tokens', 'choices')
   local state = job and job[1]
   if state == 'queued' and job[2] == class and count(job[4]) and (not job[3] or count(job[3])) then
-    return true
+    return {
+      place = place(ref, job[4]), arrival_us = job[4], epoch = count(job[3]) or 0,
+      due = due_of(job[5], job[6], job[7]),
+      waited_ms = (count(job[9]) or 0) + math.max(0, now_ms - (count(job[8]) or now_ms)),
+      prompt_tokens = math.max(1, count(job[10]) or 1), choices = count(job[11]) or 1,
+    }
   end
   rubbish = rubbish + 1
   redis.call('ZREM', QUEUE .. class, ref)
@@ -43,21 +49,17 @@ local function waiting(ref, class)
     garbage(ref, 'queue ' .. class .. ' held something that is no job; removed', now_ms)
     remove(ref)
   end
-  return false
 end
 
 -- Looks at the oldest entry of a class: what is no job goes, and a job that lost its place in its line gets it again.
 local function heal(class)
   while rubbish < GARBAGE_PER_CALL do
     local ref = redis.call('ZRANGE', QUEUE .. class, 0, 0)[1]
-    if not ref then
-      return false
-    elseif waiting(ref, class) then
-      local place_now = place(ref, redis.call('HGET', JOB .. ref, 'arrival_us'))
-      if not ask('ZSCORE', line_of(ref, class), place_now) then
-        enter(ref)
-        return true
-      end
+    local job = ref and look_at(ref, class)
+    if job and not ask('ZSCORE', line_of(ref, class), job.place) then
+      enter(ref)
+      return true
+    elseif job or not ref then
       return false
     end
   end
@@ -83,7 +85,7 @@ local function choose(class)
   end
 end
 
--- The job a tenant gets served; nil if what stood first was none.
+-- The first of a tenant's line and what is known of it; nil if what stood there was no job.
 local function first_of(class, tenant)
   local line = LINE .. class .. '/' .. tenant
   local member = (ask('ZRANGE', line, 0, 0) or {})[1]
@@ -95,37 +97,53 @@ local function first_of(class, tenant)
     return nil
   end
   local ref = member:sub(18)
-  if not waiting(ref, class) or place(ref, redis.call('HGET', JOB .. ref, 'arrival_us')) ~= member
-    or tenant_of(ref) ~= tenant then
-    redis.call('ZREM', line, member)
-    rubbish = rubbish + 1
-    if redis.call('EXISTS', line) == 0 then
-      redis.call('ZREM', TURN .. class, tenant)
-    end
-    return nil
+  local job = look_at(ref, class)
+  if job and job.place == member and tenant_of(ref) == tenant then
+    return ref, job
   end
-  return ref
+  rubbish = rubbish + 1
+  redis.call('ZREM', line, member)
+  if redis.call('EXISTS', line) == 0 then
+    redis.call('ZREM', TURN .. class, tenant)
+  end
 end
 
-local function take(ref, class, tenant, limits)
-  local job = redis.call('HMGET', JOB .. ref, 'queued_ms', 'waited_ms', 'epoch', 'arrival_us', 'prompt_tokens')
-  local waited_ms = (count(job[2]) or 0) + math.max(0, now_ms - (count(job[1]) or now_ms))
-  local epoch = count(job[3]) or 0
-  if epoch == 0 then -- A job that comes back has paid for its prompt.
-    local tokens = math.max(1, count(job[5]) or 1)
-    charge(class, tenant, cost_of(tokens, limits[1]))
+local function take(ref, job, class, tenant, counter, limits)
+  local more = leave(ref, class, job.arrival_us, not job.due)
+  if job.epoch == 0 then -- A job that comes back has paid for its prompt.
+    set_counter(class, tenant, counter + cost_of(job.prompt_tokens, limits[1]), more)
     if limits[3] > 0 then
-      meter(tenant, tokens, now_ms)
+      meter(tenant, job.prompt_tokens, now_ms)
     end
+  elseif not more then -- Its turn has gone, its debt has not.
+    set_counter(class, tenant, counter, false)
   end
-  leave(ref, class, job[4])
-  redis.call('HSET', JOB .. ref, 'state', 'claimed', 'owner', owner, 'epoch', int(epoch + 1),
-    'claimed_ms', int(now_ms), 'waited_ms', int(waited_ms), 'weight', digits(limits[1]),
+  redis.call('HSET', JOB .. ref, 'state', 'claimed', 'owner', owner, 'epoch', int(job.epoch + 1),
+    'claimed_ms', int(now_ms), 'waited_ms', int(job.waited_ms), 'weight', digits(limits[1]),
     'metered', limits[3] > 0 and '1' or '0')
   redis.call('SADD', OWNER .. owner, ref)
   put('SADD', HOLDS .. tenant, ref)
-  redis.call('HINCRBY', TOTALS, 'claimed', 1)
-  give(ref)
+  give(ref, job.choices)
+end
+
+-- Takes jobs of a class; gives how many, and the highest counter served.
+local function fill(class, room)
+  local taken, highest = 0, 0
+  while taken < room and rubbish < GARBAGE_PER_CALL do
+    local tenant, counter, limits = choose(class)
+    if tenant then
+      local ref, job = first_of(class, tenant)
+      if ref and job.due and job.due <= now_ms then
+        conclude_late(ref, job.due, now_ms)
+      elseif ref then
+        take(ref, job, class, tenant, counter, limits)
+        taken, highest = taken + 1, math.max(highest, counter)
+      end
+    elseif skips >= SKIPS_PER_CALL or not heal(class) then
+      break
+    end
+  end
+  return taken, highest
 end
 
 local function claim(class, room)
@@ -136,25 +154,10 @@ local function claim(class, room)
     give_turn(class, tenant)
   end
   heal(class)
-  while room > 0 and rubbish < GARBAGE_PER_CALL do
-    local tenant, counter, limits = choose(class)
-    if not tenant then
-      if skips >= SKIPS_PER_CALL or not heal(class) then
-        return
-      end
-    else
-      local ref = first_of(class, tenant)
-      if ref then
-        local due = due_of(unpack(redis.call('HMGET', JOB .. ref, 'deadline_ms', 'start_by_ms', 'started_ms')))
-        if due and due <= now_ms then
-          conclude_late(ref, due, now_ms)
-        else
-          raise_floor(class, counter)
-          take(ref, class, tenant, limits)
-          room = room - 1
-        end
-      end
-    end
+  local taken, highest = fill(class, room)
+  if taken > 0 then
+    raise_floor(class, highest)
+    redis.call('HINCRBY', TOTALS, 'claimed', taken)
   end
 end
 
@@ -164,9 +167,9 @@ for i = 5, 4 + held_count do
 end
 for _, ref in ipairs(redis.call('SMEMBERS', OWNER .. owner)) do
   if not held[ref] then
-    local job = fields(ref, 'state', 'owner')
+    local job = fields(ref, 'state', 'owner', 'choices')
     if job and LIVE[job[1]] and job[2] == owner then
-      give(ref)
+      give(ref, count(job[3]))
     else
       redis.call('SREM', OWNER .. owner, ref)
     end

@@ -89,18 +89,22 @@ local function raise_floor(class, chosen)
   end
   set_floor(class, floor)
   put('ZREMRANGEBYSCORE', ACCOUNTS .. class, '-inf', digits(floor))
+  redis.call('ZREMRANGEBYRANK', ACCOUNTS .. class, 0, -MOST_ACCOUNTS - 1)
+  redis.call('PEXPIRE', ACCOUNTS .. class, ACCOUNTS_TTL_MS)
+end
+
+local function set_counter(class, tenant, counter, has_turn)
+  put('ZADD', ACCOUNTS .. class, digits(counter), tenant)
+  if has_turn then
+    redis.call('ZADD', TURN .. class, 'XX', digits(counter), tenant)
+  end
 end
 
 -- Charges tokens; `cost` is tokens / weight.
 local function charge(class, tenant, cost)
   local turn = tonumber(ask('ZSCORE', TURN .. class, tenant) or nil)
-  local counter = digits((turn or counter_of(class, tenant)) + cost)
-  put('ZADD', ACCOUNTS .. class, counter, tenant)
+  set_counter(class, tenant, (turn or counter_of(class, tenant)) + cost, turn)
   redis.call('PEXPIRE', ACCOUNTS .. class, ACCOUNTS_TTL_MS)
-  redis.call('ZREMRANGEBYRANK', ACCOUNTS .. class, 0, -MOST_ACCOUNTS - 1)
-  if turn then
-    redis.call('ZADD', TURN .. class, 'XX', counter, tenant)
-  end
 end
 
 -- Counts tokens against the minute of a tenant that has a quota on them.
@@ -158,17 +162,21 @@ local function enter(ref)
   end
 end
 
--- Takes a job out of its line.
-local function leave(ref, class, arrival_us)
+-- Takes a job out of its line; gives whether its tenant has others in it. `never_due`: it is not among the due ones.
+local function leave(ref, class, arrival_us, never_due)
   redis.call('ZREM', QUEUE .. class, ref)
-  ask('ZREM', DUE, ref)
+  if not never_due then
+    ask('ZREM', DUE, ref)
+  end
   if count(arrival_us) then
     ask('ZREM', line_of(ref, class), place(ref, arrival_us))
   end
-  if redis.call('EXISTS', line_of(ref, class)) == 0 then
-    ask('ZREM', TURN .. class, tenant_of(ref))
-    ask('ZREM', RESTING .. class, tenant_of(ref))
+  if redis.call('EXISTS', line_of(ref, class)) == 1 then
+    return true
   end
+  ask('ZREM', TURN .. class, tenant_of(ref))
+  ask('ZREM', RESTING .. class, tenant_of(ref))
+  return false
 end
 
 local function waiting_of(tenant)
