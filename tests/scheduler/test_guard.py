@@ -1,0 +1,121 @@
+"""A policy that raises costs its own decisions, not the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batond.daemon.scheduler.guard import PolicyGuard
+from batond.daemon.scheduler.line import Line
+from batond.daemon.scheduler.plan import BatchView
+from batond.daemon.scheduler.planner import Planner
+from batond.policies.fcfs import Fcfs
+from batond.policies.priority import Priority
+
+if TYPE_CHECKING:
+    from batond.policies.base import QueryView, Rank
+
+    from .conftest import Views
+
+
+class Broken(Fcfs):
+    """Raises in the method it is told to, while it is told to."""
+
+    name = "broken"
+
+    def __init__(self, method: str) -> None:
+        self.method: str | None = method
+
+    def rank(self, query: QueryView, now_s: float) -> Rank:
+        self._fail("rank")
+        return super().rank(query, now_s)
+
+    def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:
+        self._fail("may_preempt")
+        return super().may_preempt(newcomer, victim, now_s)
+
+    def line_of(self, query: QueryView) -> int:
+        self._fail("line_of")
+        return super().line_of(query)
+
+    def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
+        self._fail("on_tokens")
+
+    def on_end(self, query: QueryView) -> None:
+        self._fail("on_end")
+
+    def _fail(self, method: str) -> None:
+        if method == self.method:
+            raise ZeroDivisionError(method)
+
+
+class Rubbish(Fcfs):
+    """Answers what can't be compared."""
+
+    name = "rubbish"
+
+    def rank(self, query: QueryView, now_s: float) -> Any:
+        return (None, {}) if query.seq % 2 else super().rank(query, now_s)
+
+
+def view_of(*queries: QueryView) -> BatchView:
+    return BatchView(100.0, 1, queries, host_free_bytes=1 << 30)
+
+
+@pytest.mark.parametrize("method", ["rank", "may_preempt", "line_of"])
+def test_priority_plans_the_step_of_a_policy_that_raises(views: Views, method: str) -> None:
+    queries = [views.running("batch"), views.ready("interactive"), views.waiting("batch")]
+    policy, counters = Broken(method), Counter[str]()
+    planner = Planner(policy)
+    guard, line = PolicyGuard(planner, counters), Line.of(queries, policy)
+    expected = Planner(Priority()).plan(view_of(*queries))
+    assert expected.park
+    assert guard.plan(view_of(), line) == expected
+    assert counters["policy_errors"] == 1
+    # It is asked again in the next step; nothing of the line is lost.
+    policy.method = None
+    assert guard.plan(view_of(), line) == Planner(Fcfs()).plan(view_of(*queries))
+    assert counters["policy_errors"] == 1
+
+
+def test_ranks_that_cannot_be_compared(views: Views) -> None:
+    queries = [views.waiting(sla) for sla in ("batch", "standard", "interactive", "interactive")]
+    queries += [views.parked(park_seq=number) for number in (1, 2)]
+    policy, counters = Rubbish(), Counter[str]()
+    planner = Planner(policy)
+    guard, line = PolicyGuard(planner, counters), Line.of(queries, policy)
+    for step in (1, 2, 3):
+        assert guard.plan(view_of(), line) == Planner(Priority()).plan(view_of(*queries))
+        assert counters["policy_errors"] == step
+    planner.policy = Fcfs()
+    assert guard.plan(view_of(), line) == Planner(Fcfs()).plan(view_of(*queries))
+    for query in queries:
+        line.remove(query.query_id)
+    assert not line.views
+    assert not line.lanes()
+
+
+def test_accounting_that_raises_is_counted(views: Views) -> None:
+    counters = Counter[str]()
+    PolicyGuard(Planner(Broken("on_tokens")), counters).on_tokens(views.running(), 0, 1)
+    PolicyGuard(Planner(Broken("on_end")), counters).on_end(views.running())
+    PolicyGuard(Planner(Fcfs()), counters).on_end(views.running())
+    assert counters["policy_errors"] == 2
+
+
+def test_the_log_has_one_line_a_minute(views: Views, caplog: pytest.LogCaptureFixture) -> None:
+    """With the traceback, and the number of errors that were not logged."""
+    clock = [1000.0]
+    guard = PolicyGuard(Planner(Broken("on_tokens")), Counter(), lambda: clock[0])
+    with caplog.at_level(logging.ERROR):
+        for _ in range(100):
+            guard.on_tokens(views.running(), 0, 1)
+        assert len(caplog.records) == 1
+        clock[0] += 60.0
+        guard.on_tokens(views.running(), 0, 1)
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]
+    assert "ZeroDivisionError" in caplog.text
+    assert "99 errors" in caplog.records[1].getMessage()
