@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,6 +21,7 @@ from batond.daemon.queue import (
     JobState,
     JobStore,
     StepCommit,
+    TenantLimits,
     open_async,
     open_sync,
 )
@@ -35,7 +37,12 @@ OWNERS = ("d1", "d2")
 MAX_ATTEMPTS = 2
 SPEC = msgspec.json.encode(JobSpec(prompt_token_ids=[1], sampling=SamplingParams(), seed=1))
 
-job_ids = st.sampled_from(["a", "b", "c", "d"])
+TENANT_OF = {"a": "t", "b": "t", "c": "t", "d": "u", "e": "u", "f": "v"}
+#: The daemons don't agree about weights.
+WEIGHTS = {"d1": {"t": 1.0, "u": 2.0, "v": 0.5}, "d2": {"t": 1.0, "u": 1.0, "v": 1.0}}
+STEP = 2.0**-9  # QUEUE_STEP of line.lua
+
+job_ids = st.sampled_from(list(TENANT_OF))
 owners = st.sampled_from(OWNERS)
 
 
@@ -43,14 +50,24 @@ owners = st.sampled_from(OWNERS)
 class Job:
     """What the model knows of a job."""
 
+    job_id: str
     sla_class: str
     arrival: int
+    due: float = math.inf  # Only the order of due times matters.
+    prompt_tokens: int = 1
+    weight: float = 1.0
+    late: bool = False
     state: str = "queued"
     owner: str = ""
     epoch: int = 0
     attempts: int = 0
     cancel: bool = False
     tokens: list[int] = field(default_factory=list)
+
+    @property
+    def tenant(self) -> str:
+        """Whose."""
+        return TENANT_OF[self.job_id]
 
     def give_up(self, *, charge: bool) -> None:
         """Ends the claim."""
@@ -66,6 +83,83 @@ class Job:
     def end(self, state: str) -> None:
         """Ends the job."""
         self.state, self.owner = state, ""
+
+
+@dataclass
+class Shares:
+    """The counters of one class, in plain Python; see line.lua."""
+
+    floor: float | None = None
+    accounts: dict[str, float] = field(default_factory=dict)
+    turns: dict[str, float] = field(default_factory=dict)
+    waiting: list[Job] = field(default_factory=list)
+
+    def from_floor(self) -> float:
+        """Where a new tenant begins."""
+        return self.floor if self.floor is not None else min(self.turns.values(), default=0.0)
+
+    def counter(self, tenant: str) -> float:
+        """Where a tenant without a turn goes on."""
+        return max(self.from_floor(), self.accounts.get(tenant, 0.0))
+
+    def enter(self, job: Job) -> None:
+        """A job begins to wait."""
+        self.waiting.append(job)
+        if job.tenant not in self.turns:
+            counter, floor = self.counter(job.tenant), self.from_floor()
+            self.turns[job.tenant] = counter
+            if counter <= floor:
+                self.floor = floor + STEP
+
+    def leave(self, job: Job) -> None:
+        """A job waits no more."""
+        self.waiting.remove(job)
+        if all(other.tenant != job.tenant for other in self.waiting):
+            del self.turns[job.tenant]
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """Output was committed."""
+        self.accounts[tenant] = self.turns.get(tenant, self.counter(tenant)) + cost
+        if tenant in self.turns:
+            self.turns[tenant] = self.accounts[tenant]
+
+    def claim(self, room: int, weights: dict[str, float]) -> list[Job]:
+        """Takes jobs; fails the late ones it meets."""
+        taken: list[Job] = []
+        highest = 0.0
+        while len(taken) < room and self.turns:
+            counter, tenant = min((counter, tenant) for tenant, counter in self.turns.items())
+            line = [job for job in self.waiting if job.tenant == tenant]
+            job = min(line, key=lambda one: (one.due, one.arrival))
+            self.leave(job)
+            if job.late:
+                job.end("failed")
+                continue
+            if job.epoch == 0:
+                counter_after = counter + job.prompt_tokens / weights[tenant]
+            else:
+                counter_after = counter
+            if job.epoch == 0 or tenant not in self.turns:
+                self.accounts[tenant] = counter_after
+            if tenant in self.turns:
+                self.turns[tenant] = counter_after
+            job.weight = weights[tenant]
+            taken.append(job)
+            highest = max(highest, counter)
+        if taken:
+            self.floor = max(self.from_floor(), highest)
+            self.accounts = {name: at for name, at in self.accounts.items() if at > self.floor}
+        return taken
+
+    def reap(self, *, idle: bool) -> list[Job]:
+        """Fails what is late; forgets the counters if nothing runs or waits."""
+        late = [job for job in self.waiting if job.late]
+        for job in late:
+            self.leave(job)
+            job.end("failed")
+        if idle and not self.waiting:
+            self.floor, self.accounts = None, {}
+        return late
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -84,6 +178,7 @@ class QueueMachine(RuleBasedStateMachine):
             for owner, client in self.clients.items()
         }
         self.jobs: dict[str, Job] = {}
+        self.shares = {sla_class: Shares() for sla_class in CLASSES}
         self.arrivals = 0
         self.claims: list[tuple[str, ClaimedJob]] = []  # Every claim ever made: also the late ones may write.
 
@@ -97,29 +192,56 @@ class QueueMachine(RuleBasedStateMachine):
             self.run(client.aclose())
         self.loop.close()
 
-    @rule(job_id=job_ids, sla_class=st.sampled_from(CLASSES), owner=owners)
-    def submit(self, job_id: str, sla_class: str, owner: str) -> None:
+    @rule(
+        job_id=job_ids,
+        sla_class=st.sampled_from(CLASSES),
+        owner=owners,
+        prompt_tokens=st.integers(1, 40),
+        minutes=st.sampled_from([None, None, 20, 40]),
+    )
+    def submit(
+        self, job_id: str, sla_class: str, owner: str, prompt_tokens: int, minutes: int | None
+    ) -> None:
         """Creates or attaches."""
         _, created = self.run(
-            self.stores[owner].submit("t", job_id, spec_json=SPEC, body_hash="h", sla_class=sla_class)
+            self.stores[owner].submit(
+                TENANT_OF[job_id],
+                job_id,
+                spec_json=SPEC,
+                body_hash="h",
+                sla_class=sla_class,
+                prompt_tokens=prompt_tokens,
+                deadline_in_ms=None if minutes is None else minutes * 60_000,
+            )
         )
         assert created == (job_id not in self.jobs)
         if created:
             self.arrivals += 1
-            self.jobs[job_id] = Job(sla_class, self.arrivals)
+            due = math.inf if minutes is None else minutes
+            job = Job(job_id, sla_class, self.arrivals, due, prompt_tokens)
+            self.jobs[job_id] = job
+            self.shares[sla_class].enter(job)
+
+    @rule(job_id=job_ids)
+    def expire(self, job_id: str) -> None:
+        """The deadline of a waiting job passes."""
+        job = self.jobs.get(job_id)
+        if job is not None and job.state == "queued":
+            job.late = True
+            keys, ref = self.stores["d1"].keys, f"{job.tenant}/{job_id}"
+            self.run(self.clients["d1"].hset(keys.job(ref), "deadline_ms", 1))
+            self.run(self.clients["d1"].zadd(keys.due, {ref: 1}))
 
     @rule(owner=owners, interactive=st.integers(0, 2), batch=st.integers(0, 2))
     def claim(self, owner: str, interactive: int, batch: int) -> None:
-        """Takes the oldest of each class, with their tokens."""
+        """Takes by class, share, due time and arrival; gives the tokens there are."""
         limits = {"interactive": interactive, "batch": batch}
         expected = []
         for sla_class in CLASSES:
-            waiting = [
-                j for j in self.jobs if (self.jobs[j].state, self.jobs[j].sla_class) == ("queued", sla_class)
-            ]
-            expected += sorted(waiting, key=lambda j: self.jobs[j].arrival)[: limits[sla_class]]
-        claimed = self.run(self.stores[owner].claim(owner, limits, lease_ms=600_000))
-        assert [job.record.job_id for job in claimed] == expected
+            expected += self.shares[sla_class].claim(limits[sla_class], WEIGHTS[owner])
+        tenants = {tenant: TenantLimits(weight=weight) for tenant, weight in WEIGHTS[owner].items()}
+        claimed = self.run(self.stores[owner].claim(owner, limits, lease_ms=600_000, tenants=tenants))
+        assert [job.record.job_id for job in claimed] == [job.job_id for job in expected]
         for got in claimed:
             job = self.jobs[got.record.job_id]
             job.state, job.owner, job.epoch = "claimed", owner, job.epoch + 1
@@ -146,17 +268,22 @@ class QueueMachine(RuleBasedStateMachine):
         first = max(0, len(job.tokens) + offset)
         tokens = list(range(first, first + count))
         commit = StepCommit(
-            tenant="t",
+            tenant=job.tenant,
             job_id=job_id,
             epoch=claim.record.epoch,
             chunks=(Chunk(first_index=first, token_ids=tokens),) if tokens else (),
             state=JobState(state) if state else None,
         )
         result = self.run(self.stores[owner].commit_step(owner, [commit]))
+        before = len(job.tokens)
         assert [r.why.value for r in result.refused] == self.expect(
             job, (owner, claim.record.epoch), first, tokens, state
         )
-        assert result.cancel == ([("t", job_id)] if job.cancel and job.owner and not result.refused else [])
+        if len(job.tokens) > before:
+            self.shares[job.sla_class].charge(job.tenant, (len(job.tokens) - before) / job.weight)
+        assert result.cancel == (
+            [(job.tenant, job_id)] if job.cancel and job.owner and not result.refused else []
+        )
 
     @staticmethod
     def expect(
@@ -189,8 +316,9 @@ class QueueMachine(RuleBasedStateMachine):
         if job_id not in self.jobs:
             return
         job = self.jobs[job_id]
-        record = self.run(self.stores[owner].cancel("t", job_id))
+        record = self.run(self.stores[owner].cancel(job.tenant, job_id))
         if job.state == "queued":
+            self.shares[job.sla_class].leave(job)
             job.end("cancelled")
         elif job.owner:
             job.cancel = True
@@ -204,66 +332,94 @@ class QueueMachine(RuleBasedStateMachine):
         owner, claim = self.claims[pick % len(self.claims)]
         job = self.jobs[claim.record.job_id]
         outcome = self.run(
-            self.stores[owner].hand_back(owner, "t", claim.record.job_id, claim.record.epoch, charge=charge)
+            self.stores[owner].hand_back(owner, job.tenant, job.job_id, claim.record.epoch, charge=charge)
         )
         if (job.owner, job.epoch) != (owner, claim.record.epoch):
             assert outcome == "refused"
         else:
-            job.give_up(charge=charge)
+            self.give_up(job, charge=charge)
             assert outcome == job.state
+
+    def give_up(self, job: Job, *, charge: bool) -> None:
+        """Ends a claim; the job waits again, or has ended."""
+        job.give_up(charge=charge)
+        if job.state == "queued":
+            self.shares[job.sla_class].enter(job)
 
     @rule(job_id=job_ids, owner=owners)
     def lapse(self, job_id: str, owner: str) -> None:
         """A lease runs out; somebody reaps; its holder learns of it by a renewal."""
         store = self.stores[owner]
-        self.run(self.clients[owner].zadd(store.keys.leases, {f"t/{job_id}": 1}, xx=True))
+        ref = f"{TENANT_OF[job_id]}/{job_id}"
+        self.run(self.clients[owner].zadd(store.keys.leases, {ref: 1}, xx=True))
         reaped = self.run(store.reap())
         expected = []
         job = self.jobs.get(job_id)
         if job is not None and job.owner:
-            self.stores[job.owner].forget(job.owner, "t", job_id, epoch=job.epoch)
-            job.give_up(charge=True)
-            expected = [("t", job_id, job.state)]
+            self.stores[job.owner].forget(job.owner, job.tenant, job_id, epoch=job.epoch)
+            self.give_up(job, charge=True)
+            expected = [(job.tenant, job_id, job.state)]
         came_to = {"queued": reaped.requeued, "cancelled": reaped.cancelled, "dead": reaped.dead}
         assert [(*ref, state) for state, refs in came_to.items() for ref in refs] == expected
+        idle = not any(job.owner for job in self.jobs.values())
+        late = [job for shares in self.shares.values() for job in shares.reap(idle=idle)]
+        assert sorted(reaped.late) == sorted((job.tenant, job.job_id) for job in late)
 
     @rule(owner=owners)
     def release(self, owner: str) -> None:
         """A daemon drains."""
         released = self.run(self.stores[owner].release_owner(owner))
-        held = [job_id for job_id, job in self.jobs.items() if job.owner == owner]
-        assert sorted(released) == sorted(("t", job_id) for job_id in held)
-        for job_id in held:
-            self.jobs[job_id].give_up(charge=False)
+        held = [job for job in self.jobs.values() if job.owner == owner]
+        assert sorted(released) == sorted((job.tenant, job.job_id) for job in held)
+        for _, job_id in released:  # The order in which they come back.
+            self.give_up(self.jobs[job_id], charge=False)
 
     @rule(job_id=job_ids)
     def retry(self, job_id: str) -> None:
         """An operator revives a dead job."""
         job = self.jobs.get(job_id)
         if job is not None and job.state == "dead":
-            self.run(self.stores["d1"].dead_retry("t", job_id))
+            self.run(self.stores["d1"].dead_retry(job.tenant, job_id))
             job.state, job.attempts = "queued", 0
+            self.shares[job.sla_class].enter(job)
 
     @invariant()
     def agrees(self) -> None:
         """Queue and model say the same of every job, and the shared sets hold just the right jobs."""
         store = self.stores["d1"]
         for job_id, job in self.jobs.items():
-            record = self.run(store.get("t", job_id))
+            record = self.run(store.get(job.tenant, job_id))
             seen = (record.state, record.owner, record.epoch, record.attempts, record.output_tokens)
             assert seen == (job.state, job.owner, job.epoch, job.attempts, len(job.tokens))
-            chunks = self.run(store.read_chunks("t", job_id))
+            chunks = self.run(store.read_chunks(job.tenant, job_id))
             assert [token for chunk in chunks for token in chunk.token_ids] == job.tokens
         counts = self.run(store.counts())
         states = [job.state for job in self.jobs.values()]
         assert counts.held == sum(bool(job.owner) for job in self.jobs.values())
         assert sum(counts.queued.values()) == states.count("queued")
         assert counts.dead == states.count("dead")
+        assert counts.totals.get("late", 0) == sum(
+            job.late for job in self.jobs.values() if job.state == "failed"
+        )
+
+    @invariant()
+    def shares_agree(self) -> None:
+        """The counters of the tenants are those of the model, to the last digit."""
+        keys, client = self.stores["d1"].keys, self.clients["d1"]
+        for sla_class, shares in self.shares.items():
+            for key, model in (
+                (keys.turn(sla_class), shares.turns),
+                (keys.accounts(sla_class), shares.accounts),
+            ):
+                found = self.run(client.zrange(key, 0, -1, withscores=True))
+                assert {name.decode(): score for name, score in found} == model
+            floor = self.run(client.get(keys.floor(sla_class)))
+            assert (None if floor is None else float(floor)) == shares.floor
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
 def test_the_queue_behaves_like_its_model(server: EmbeddedRedis, examples: int) -> None:
-    """D6, D7, Q2: no order of calls loses a job, runs it twice, or changes an end."""
+    """D6, D7, Q2, S10: no order of calls loses a job, runs it twice, changes an end, or miscounts a share."""
     QueueMachine.url = server.url
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         QueueMachine,
