@@ -98,6 +98,11 @@ def test_the_file_is_the_flag_else_the_variable_else_the_default(
             "two tenants have the same name",
         ),
         ("[[tenants]]\nname='a'\ntoken_sha256='secret-in-clear'\n", r"tenants\.0\.token_sha256"),
+        ("[[tenants]]\nname='a'\n", "nobody could be it"),
+        ("[[tenants]]\nname='a'\ncertificate_subject='a'\n", "needs tls.client_ca_file"),
+        (f"[[tenants]]\nname='a'\ntoken_sha256='{HASH}'\nweight=0\n", r"tenants\.0\.weight"),
+        (f"[[tenants]]\nname='a'\ntoken_sha256='{HASH}'\nhighest_class='x'\n", "unknown class 'x'"),
+        ("[server]\nadmin_socket = 'admin.sock'\n", "neither an absolute path"),
         ("[model]\ntrust_remote_code = true\n", "unknown key 'trust_remote_code'"),
     ],
 )
@@ -165,6 +170,13 @@ def test_assignments_are_toml_or_plain_strings() -> None:
             "[server]\nlisten = ['0.0.0.0:7431']\n[tls]\ncert_file='a'\nkey_file='b'\n" + ONE_TENANT,
             "served",
         ),
+        ("[server]\nlisten = ['0.0.0.0:7431']\n" + ONE_TENANT, "refused"),
+        ("[server]\nlisten = ['0.0.0.0:7431']\nrequire_credentials = true\n", "refused"),
+        (
+            "[server]\nlisten = ['0.0.0.0:7431']\nrequire_credentials = true\n"
+            "[tls]\ncert_file='a'\nkey_file='b'\n",
+            "served",
+        ),
     ],
 )
 def test_strangers_are_served_only_with_tls_and_tokens(tmp_path: Path, text: str, outcome: str) -> None:
@@ -174,6 +186,22 @@ def test_strangers_are_served_only_with_tls_and_tokens(tmp_path: Path, text: str
     else:
         with pytest.raises(ConfigError, match="can be reached from other hosts"):
             load_settings(file)
+
+
+@pytest.mark.parametrize(
+    ("server", "path"),
+    [
+        ("listen = ['127.0.0.1:1', 'unix:/run/x/b.sock']", "/run/x/admin.sock"),
+        ("listen = ['127.0.0.1:1']", None),
+        ("listen = ['127.0.0.1:1']\nadmin_socket = '/run/y.sock'", "/run/y.sock"),
+        ("listen = ['unix:/run/x/b.sock']\nadmin_socket = ''", None),
+    ],
+)
+def test_the_administrators_socket_lies_beside_the_tenants(
+    tmp_path: Path, server: str, path: str | None
+) -> None:
+    found = load_settings(_file(tmp_path, f"[server]\n{server}\n")).server.admin_socket_path
+    assert (str(found) if found else None) == path
 
 
 def test_secrets_are_redacted(tmp_path: Path) -> None:
