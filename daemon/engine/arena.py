@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,5 +65,7 @@ def plan_arena(model: CausalModel, layout: RecordLayout, rows: int, max_query_to
 
 def _room_bytes(device: torch.device) -> int:
     if device.type == "cuda":
+        gc.collect()  # What the probes leave behind counts as taken otherwise.
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0] * ARENA_FRACTION)
     return read_limits().tightest(pin=False, fraction=ARENA_FRACTION)[0]

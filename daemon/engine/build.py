@@ -27,6 +27,7 @@ from batond.daemon.engine.probe import (
     alone_references,
     chunk_error,
     first_line,
+    memory_named,
     references,
     replay_error,
     shared_error,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _BESIDE = "beside another query, parked and moved, logits stay within"
 _IN_TURN = "taking turns, logits stay within"
+_FAR_CHUNK = 16  # Columns that the looks behind a window need beyond it.
 _LAYOUT_SIZES = (1, 2, 2, 5)  # Rows of two forwards, then columns of both.
 
 
@@ -83,8 +85,9 @@ def probe_layout(model: CausalModel) -> RecordLayout:
     """
     rows, more_rows, columns, more_columns = _LAYOUT_SIZES
     try:
-        small = _probe_cache(model, rows, columns)
-        large = _probe_cache(model, more_rows, more_columns)
+        with memory_named():
+            small = _probe_cache(model, rows, columns)
+            large = _probe_cache(model, more_rows, more_columns)
     except MODEL_ERRORS as error:
         raise UnsupportedModelError(
             f"a forward over {columns} tokens failed: {type(error).__name__}: {first_line(error)}"
@@ -165,7 +168,8 @@ class _Trial:
     def error(self, question: Question, way: Way, what: str) -> float | None:
         """The largest difference, if rounding explains it; else None, and a reason more."""
         try:
-            found = question(way, self._queries)
+            with memory_named():
+                found = question(way, self._queries)
         except (*MODEL_ERRORS, UnsupportedModelError) as failure:
             self.reasons.append(f"{what}: {type(failure).__name__}: {first_line(failure)}")
             return None
@@ -182,16 +186,31 @@ class _Trial:
         self.reasons = kept
         return holds
 
+    @property
+    def _crossed_window(self) -> int:
+        """The model's sliding window, if it is too wide for the probe queries; else 0."""
+        window = self.model.window_tokens
+        return window if LONGEST_WINDOW_TOKENS < window < self.model.max_context_tokens - _FAR_CHUNK else 0
+
     def windows_hold(self, layout: RecordLayout, way: Way, what: str) -> bool:
         """Whether windows too wide for the probe queries are applied as transformers' cache applies them."""
-        window = self.model.window_tokens
-        if not LONGEST_WINDOW_TOKENS < window < self.model.max_context_tokens:
+        window = self._crossed_window
+        if not window:
             return True
 
         def question(tried: Way, _queries: References) -> float:
-            return window_error(self.model, layout, tried, window + 8)
+            return window_error(self.model, layout, tried.batch(1), window + 8, [3])
 
         return self.error(question, way, f"{what}, behind a window of {window}") is not None
+
+    def chunks_hold(self, layout: RecordLayout, way: Way) -> bool:
+        """Whether prompts may be computed in chunks, behind a wide window too."""
+        window = self._crossed_window
+
+        def question(tried: Way, _queries: References) -> float:
+            return window_error(self.model, layout, tried.prompt(), window + 8, [3, 5, 7])
+
+        return self.holds(chunk_error, way) and (not window or self.holds(question, way))
 
     def far_holds(self, layout: RecordLayout, way: Way, what: str) -> bool:
         """Whether padding still changes nothing behind thousands of tokens."""
@@ -262,7 +281,7 @@ def _shared(trial: _Trial, kind: str, rows: int, max_query_tokens: int | None) -
             reason = f"{name}: {_BESIDE} {error:.1e} of generate's"
             if trial.ring_reason and kind == "auto":
                 reason += f"; not a ring: {trial.ring_reason}"
-            yield _cached(trial, way, rows, reason)
+            yield _cached(trial, layout, way, rows, reason)
     if not trial.model.takes_cache and kind != "ring" and not trial.deterministic:
         trial.model.recipe = Recipe()
         way = _uncached_way(trial.model, shared=True)
@@ -280,7 +299,7 @@ def _ring(
         arena = plan_arena(trial.model, layout, rows, max_query_tokens)
         way = _ring_way(trial, layout, arena.columns, padded)
         reason = f"ring: {_BESIDE} {error:.1e} of generate's{arena.remark}"
-        yield _cached(trial, way, rows, reason, capacity=arena.columns)
+        yield _cached(trial, layout, way, rows, reason, capacity=arena.columns)
 
 
 def _ring_error(trial: _Trial, layout: RecordLayout, padded: Way) -> float | None:
@@ -310,10 +329,11 @@ def _ring_error(trial: _Trial, layout: RecordLayout, padded: Way) -> float | Non
 def _alone(trial: _Trial) -> Iterator[Serving]:
     """Ways in which each query has the model for itself."""
     why = f"no shared batch is exact ({trial.why})"
-    for name, _, way in trial.recipes():
+    for name, layout, way in trial.recipes():
         error = trial.error(alone_error, way, f"alone, {name}")
         if error is not None:
-            yield _cached(trial, way, 1, f"one at a time, {why}: {_IN_TURN} {error:.1e} of generate's")
+            reason = f"one at a time, {why}: {_IN_TURN} {error:.1e} of generate's"
+            yield _cached(trial, layout, way, 1, reason, alone=True)
     way = _uncached_way(trial.model, shared=False)
     error = trial.error(alone_error, way, "alone without a cache")
     if error is not None:
@@ -321,10 +341,18 @@ def _alone(trial: _Trial) -> Iterator[Serving]:
         yield _uncached(way, 1, reason)
 
 
-def _cached(trial: _Trial, way: Way, rows: int, reason: str, *, capacity: int | None = None) -> Serving:
+def _cached(
+    trial: _Trial,
+    layout: RecordLayout,
+    way: Way,
+    rows: int,
+    reason: str,
+    *,
+    capacity: int | None = None,
+    alone: bool = False,
+) -> Serving:
     # A model that no shared batch serves is computed in just the steps that `generate` takes.
-    alone = rows == 1 and bool(trial.reasons)
-    chunkable = not alone and trial.holds(chunk_error, way)
+    chunkable = not alone and trial.chunks_hold(layout, way)
     if trial.model.limit_reason:
         reason += f"; queries end at {trial.model.max_context_tokens} tokens: {trial.model.limit_reason}"
     if not chunkable:

@@ -16,8 +16,10 @@ from batond.daemon.engine.recipe import Recipe
 from batond.daemon.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from batond.daemon.engine.batch import Batch
     from batond.daemon.engine.layout import RecordLayout
     from batond.daemon.engine.model import CausalModel
+    from batond.daemon.engine.prefill import PromptBatch
     from batond.daemon.engine.probe import Way
     from batond.offload.slice import KVSlice
 
@@ -62,8 +64,10 @@ def far_error(model: CausalModel, layout: RecordLayout, way: Way) -> float:
     return float((beside - alone).norm() / alone.norm())
 
 
-def window_error(model: CausalModel, layout: RecordLayout, way: Way, tokens: int) -> float:
-    """Relative difference of one step behind `tokens` made-up tokens: ours, and with transformers' own cache.
+def window_error(
+    model: CausalModel, layout: RecordLayout, batch: PromptBatch | Batch, tokens: int, new: list[int]
+) -> float:
+    """Relative difference of a step behind `tokens` made-up tokens: ours, and with transformers' own cache.
 
     Shows whether a wide window is applied by the model's masks, which the batch passes on, or by its cache
     forgetting columns, which the batch's cache doesn't.
@@ -71,16 +75,17 @@ def window_error(model: CausalModel, layout: RecordLayout, way: Way, tokens: int
     Args:
         model: The model.
         layout: Of its cache.
-        way: The way of serving under test.
+        batch: An empty batch under test.
         tokens: More than the window.
+        new: What the step computes: one token, or a chunk of a prompt.
     """
     kv = layout.random(tokens, model.device, torch.Generator().manual_seed(1))
-    batch = way.batch(1)
     batch.embed(0, kv)
-    ours = batch.step({0: [3]})[0]
+    ours = batch.step({0: new})[0]
     cache = model.transformers_cache(layout, kv)
-    ids, positions = (torch.tensor([[number]], device=model.device) for number in (3, tokens))
-    seen = torch.ones(1, tokens + 1, dtype=torch.int64, device=model.device)
+    ids = torch.tensor([new], device=model.device)
+    positions = torch.arange(tokens, tokens + len(new), device=model.device)[None]
+    seen = torch.ones(1, tokens + len(new), dtype=torch.int64, device=model.device)
     theirs = model.forward(ids, seen, positions, cache, recipe=Recipe())[0]
     return float((ours - theirs).norm() / theirs.norm())
 

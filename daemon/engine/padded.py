@@ -121,24 +121,26 @@ class PaddedBatch:
         input_ids = torch.zeros(self.rows, width, dtype=torch.int64)
         position_ids = torch.zeros(self.rows, width, dtype=torch.int64)
         fresh = torch.zeros(self.rows, width, dtype=torch.bool)
+        lengths = list(self._lengths)
         for row, new in tokens.items():
-            first = self._lengths[row]
+            first = lengths[row]
             input_ids[row, width - len(new) :] = torch.tensor(new)
             position_ids[row, width - len(new) :] = torch.arange(first, first + len(new))
             fresh[row, width - len(new) :] = True
-            self._lengths[row] = first + len(new)
+            lengths[row] = first + len(new)
         device = self._model.device
-        self._mask = torch.cat([self._mask, fresh.to(device)], dim=1)
-        if self._cache is None and not self._model.recipe.own_cache:
-            self._cache = self._model.new_cache()
+        mask = torch.cat([self._mask, fresh.to(device)], dim=1)
+        cache = self._cache
+        if cache is None and not self._model.recipe.own_cache:
+            cache = self._model.new_cache()
         # Idle rows see their own newest column: attention over nothing at all is not defined.
-        seen = self._mask.long()
+        seen = mask.long()
         seen[:, -1] = 1
         output = self._model.run(
-            input_ids.to(device), seen, position_ids.to(device), self._cache, all_positions=all_positions
+            input_ids.to(device), seen, position_ids.to(device), cache, all_positions=all_positions
         )
-        if self._cache is None:
-            self._cache = self._model.cache_of(output)
+        self._cache = self._model.cache_of(output) if cache is None else cache
+        self._mask, self._lengths = mask, lengths
         logits: torch.Tensor = output.logits
         return (logits if all_positions else logits[:, -1]).float()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from batond.offload.slice import KVSlice
 
-_LOGITS_TOKENS = 64  # Logits of all places of a long chunk at once would need gigabytes.
+LOGITS_TOKENS = 256  # Logits of all places of a longer chunk at once would need gigabytes.
 
 
 class PromptBatch(Batch, Protocol):
@@ -73,7 +73,7 @@ class Prefill:
         Returns:
             As `run`.
         """
-        most_tokens = _LOGITS_TOKENS if self._divisible else len(token_ids)
+        most_tokens = LOGITS_TOKENS if self._divisible else len(token_ids)
         for start in range(0, len(token_ids), most_tokens):
             first = self.done_tokens
             behind = self._batch.step({0: token_ids[start : start + most_tokens]}, all_positions=True)[0]

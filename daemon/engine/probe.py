@@ -6,14 +6,15 @@ batch under test beside each other, parked and embedded elsewhere, and their log
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batond.daemon.errors import UnsupportedModelError
+from batond.daemon.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from batond.daemon.engine.batch import Batch
@@ -38,6 +39,22 @@ _STEPS = 12
 SHARED_ROWS = 3
 LONGEST_WINDOW_TOKENS = 512  # A wider window is too dear to be crossed at every start.
 _RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+
+
+@contextlib.contextmanager
+def memory_named() -> Iterator[None]:
+    """Let a lack of memory be called so, and not be taken for a fault of the model.
+
+    Raises:
+        ConfigError: The device has no memory left for the probe inside.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the device has no memory left to probe the model: {first_line(error)}; take a smaller model, or"
+            " give the device more room"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +263,8 @@ def _generate(model: CausalModel, prompt_tokens: int, stride: int, period: int) 
         "output_logits": True,
     }
     try:
-        out = model.model.generate(ids, **options)
+        with memory_named():
+            out = model.model.generate(ids, **options)
     except MODEL_ERRORS as error:
         raise UnsupportedModelError(
             f"transformers' own generate fails: {type(error).__name__}: {first_line(error)}"

@@ -126,6 +126,8 @@ class RingBatch:
     def step(self, tokens: Mapping[int, Sequence[int]]) -> torch.Tensor:
         """Run the model over one new token per occupied row.
 
+        A forward that fails leaves the books as they were; the column it wrote is written again by the next.
+
         Args:
             tokens: One token by row.
 
@@ -134,21 +136,23 @@ class RingBatch:
         """
         input_ids = torch.zeros(self.rows, 1, dtype=torch.int64)
         position_ids = torch.zeros(self.rows, 1, dtype=torch.int64)
+        lengths, cursor = list(self._lengths), (self._cursor + 1) % self.capacity
         for row, (token,) in tokens.items():
             input_ids[row, 0] = token
-            position_ids[row, 0] = self._lengths[row]
-            self._lengths[row] += 1
-        self._cursor = (self._cursor + 1) % self.capacity
-        self._window.advance(self._cursor, self._lengths)
+            position_ids[row, 0] = lengths[row]
+            lengths[row] += 1
+        self._window.advance(cursor, lengths)
         device = self.device
         with active_window(self._window), self._model.attention(RING_ATTENTION):
-            return self._model.forward(
+            logits = self._model.forward(
                 input_ids.to(device),
                 self._window.padding_mask(),
                 position_ids.to(device),
                 self._cache,
                 recipe=_RECIPE,
             )
+        self._lengths, self._cursor = lengths, cursor
+        return logits
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict each other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,7 +30,7 @@ from batond.bench import families
 from batond.bench.draws import LONGEST_QUERY_TOKENS, Draws
 from batond.bench.draws import byte_tokenizer as bench_tokenizer
 from batond.bench.solo import SoloRuns
-from batond.daemon.engine import LocalEngine
+from batond.daemon.engine import LocalEngine, local
 from batond.daemon.engine.build import probe_layout
 from batond.daemon.engine.model import CausalModel
 from batond.daemon.engine.padded import PaddedBatch
@@ -40,6 +40,7 @@ from batond.daemon.scheduler.planner import PlannerLimits
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from batond.daemon.engine.build import Serving
     from batond.offload.slice import KVSlice
 
 VOCABULARY = 160
@@ -251,6 +252,53 @@ def _noting(init: Callable[..., None], made: list[Any]) -> Callable[..., None]:
         made.append(self)
 
     return wrapped
+
+
+@pytest.fixture(scope="session")
+def findings() -> dict[Any, Any]:
+    """What the probes at load found out, by model and question."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _ask_once(monkeypatch: pytest.MonkeyPatch, findings: dict[Any, Any]) -> None:
+    """Probing a model takes longer than most tests: what an engine found out holds for the next one."""
+    choose, extends, find = local.choose_batch, local.extends_exactly, local.find_packer
+
+    def choose_once(kind: str, model: CausalModel, rows: int, **options: Any) -> Serving:
+        key = (model.model, str(model.device), "batch", kind, rows, *options.values())
+        if key not in findings:
+            serving = choose(kind, model, rows, **options)
+            if serving.batch.kind == "uncached":
+                return serving
+            findings[key] = serving
+        serving = findings[key]
+        return replace(serving, batch=_empty_again(serving.batch))
+
+    def extends_once(model: CausalModel, batch: Any, prompts: Any, tokens: int) -> bool:
+        key = (model.model, str(model.device), "extends", batch.kind, batch.rows, tokens)
+        if key not in findings:
+            findings[key] = extends(model, batch, prompts, tokens)
+        return bool(findings[key])
+
+    def find_once(model: CausalModel, layout: Any, prompts: Any, *, most_tokens: int | None) -> Any:
+        key = (model.model, str(model.device), "packer", most_tokens)
+        if key not in findings:
+            findings[key] = find(model, layout, prompts, most_tokens=most_tokens)
+        return findings[key]
+
+    monkeypatch.setattr(local, "choose_batch", choose_once)
+    monkeypatch.setattr(local, "extends_exactly", extends_once)
+    monkeypatch.setattr(local, "find_packer", find_once)
+
+
+def _empty_again(batch: Any) -> Any:
+    if isinstance(batch, RingBatch):
+        row_by_row = batch._window.row_by_row
+        return RingBatch(batch._model, batch.rows, batch.layout, batch.capacity, row_by_row=row_by_row)
+    if isinstance(batch, PaddedBatch):
+        return PaddedBatch(batch._model, batch.rows, batch.layout)
+    raise TypeError(f"{type(batch).__name__} is not known here")
 
 
 @pytest.fixture

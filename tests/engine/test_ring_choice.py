@@ -51,10 +51,9 @@ def test_auto_says_why_there_is_no_ring(family: str) -> None:
     assert "not a ring: " in engine.batch_reason
 
 
-def test_a_ring_that_is_not_exact_is_refused_with_the_reason(books: list[Any]) -> None:
+def test_a_ring_that_is_not_exact_is_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedModelError, match=r'ring: .*"auto" serves it another way'):
         LocalEngine(families.make_family("bloom"), rows=2, batch="ring")
-    books.clear()  # The probe leaves batches behind whose forward failed.
 
 
 def test_a_wrong_read_of_a_wrapped_ring_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +159,36 @@ class _Largest(TorchDispatchMode):
 
 def _storage(leaf: Any) -> int | None:
     return leaf.untyped_storage().data_ptr() if isinstance(leaf, torch.Tensor) else None
+
+
+def test_a_failed_forward_leaves_the_books_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step can be tried again: no row has grown, no column is taken."""
+    model = families.make_family("llama")
+    engine = LocalEngine(model, rows=2, batch="ring", max_query_tokens=64)
+    query = engine.submit(tokens(5), SamplingParams(max_tokens=8, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    forward = model.forward
+
+    def failing(*args: Any, **options: Any) -> Any:
+        forward(*args, **options)
+        raise torch.OutOfMemoryError("on cue")
+
+    monkeypatch.setattr(model, "forward", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step()
+    engine.check_integrity()
+    monkeypatch.setattr(model, "forward", forward)
+    engine.run_until_idle()
+    assert query.output_token_ids == solo_tokens(model, tokens(5), 8)
+
+
+def test_a_lack_of_memory_is_not_taken_for_a_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = families.make_family("llama")
+
+    def failing(*_args: Any, **_options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(model, "forward", failing)
+    with pytest.raises(ConfigError, match="no memory left to probe the model"):
+        LocalEngine(model, rows=2, batch="ring")

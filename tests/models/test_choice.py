@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from batond.bench.families import make_family
 from batond.bench.model_support import check_model, solo_tokens
 from batond.daemon.engine import LocalEngine, SamplingParams
 from batond.daemon.engine.build import choose_batch, probe_layout
+from batond.daemon.engine.columns import ColumnLayer
 from batond.daemon.engine.model import CausalModel
 from batond.daemon.engine.padded import PaddedBatch
 from batond.daemon.engine.probe import Way, references, shared_error, tolerance
@@ -52,6 +54,26 @@ def test_a_wide_window_in_the_masks_passes() -> None:
     serving = choose_batch("padded", model, 2)
     assert model.recipe.mask is MaskForm.COLUMNS
     assert serving.chunkable
+
+
+def test_chunks_behind_a_wide_window_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several new tokens at once take another way through a model's masks than one does."""
+    model = make_family("mistral", sliding_window=600, max_position_embeddings=1024)
+    forward = model.forward
+
+    def spoilt(**options: Any) -> Any:
+        mask, ids = options.get("attention_mask"), options["input_ids"]
+        cache = options.get("cache", options.get("past_key_values"))
+        ours = cache is not None and isinstance(cache.layers[0], ColumnLayer)
+        if ours and mask is not None and mask.shape[-1] > 600 and ids.shape[1] == 3:
+            options["input_ids"] = (ids + 1) % 100
+        return forward(**options)
+
+    spoilt.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    monkeypatch.setattr(model, "forward", spoilt)
+    engine = LocalEngine(model, rows=2)
+    assert not engine.chunkable
+    assert not engine.keeps_sessions
 
 
 def test_a_model_that_sees_ahead_gets_its_prompt_whole() -> None:
