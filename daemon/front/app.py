@@ -135,9 +135,11 @@ class _Front:
     ) -> None:
         classes, queue = settings.sla_classes, settings.queue
         identities = Identities(settings.tenants, classes, required=settings.server.require_credentials)
-        self._book = TenantBook(client, identities, classes)
         self._settings = settings
-        self._metrics = Metrics(list(identities.tenants))
+        self._metrics = metrics = Metrics(list(identities.tenants))
+        self._book = TenantBook(
+            client, identities, classes, on_change=lambda: metrics.know_tenants(list(identities.tenants))
+        )
         owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
         store = JobStore(
             client, ready.model, classes.names, max_queued=queue.max_queued, max_attempts=queue.max_attempts

@@ -29,7 +29,7 @@ from batond.daemon.queue.keys import TENANTS_CHANNEL, TENANTS_KEY
 from batond.daemon.telemetry.logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     import redis.asyncio
 
@@ -82,9 +82,17 @@ class TenantBook:
         client: Of the queue's Redis.
         identities: Is given the tenants; its configured ones can't be changed here.
         classes: All classes.
+        on_change: Called after every change of `identities`.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, identities: Identities, classes: SlaClasses) -> None:
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        identities: Identities,
+        classes: SlaClasses,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_change = on_change
         self._client, self._identities, self._classes = client, identities, classes
         self._loading = asyncio.Lock()
         self._raw: dict[str, bytes] = {}
@@ -129,6 +137,7 @@ class TenantBook:
             except ValueError as error:
                 _log.warning("tenant_classes", tenant=name, error=str(error))
         self._identities.replace_added(accounts)
+        self._on_change()
 
     async def run(self) -> None:
         """Follow changes until cancelled."""

@@ -37,7 +37,8 @@ class Metrics:
 
     def __init__(self, tenants: Collection[str] = ()) -> None:
         self.registry = registry = CollectorRegistry()
-        self._tenants = frozenset(sorted(tenants)[:MAX_TENANT_LABELS])
+        self._tenants: set[str] = set()
+        self.know_tenants(tenants)
         self._close: Callable[[], None] | None = None
         job = ("tenant", "sla_class")
         self.jobs_submitted = Counter("batond_jobs_submitted", "Jobs accepted.", job, registry=registry)
@@ -87,6 +88,11 @@ class Metrics:
         self.open_streams = Gauge("batond_open_streams", "Streams to clients.", registry=registry)
         self.engine = EngineCollector()
         registry.register(self.engine)
+
+    def know_tenants(self, names: Collection[str]) -> None:
+        """Give tenants labels of their own, those known first, as long as there are any left."""
+        for name in sorted(set(names) - self._tenants)[: MAX_TENANT_LABELS - len(self._tenants)]:
+            self._tenants.add(name)
 
     def tenant(self, name: str) -> str:
         """The label for a tenant."""

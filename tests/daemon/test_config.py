@@ -173,8 +173,10 @@ def test_assignments_are_toml_or_plain_strings() -> None:
         ("[server]\nlisten = ['0.0.0.0:7431']\n" + ONE_TENANT, "refused"),
         ("[server]\nlisten = ['0.0.0.0:7431']\nrequire_credentials = true\n", "refused"),
         (
-            "[server]\nlisten = ['0.0.0.0:7431']\nrequire_credentials = true\n"
-            "[tls]\ncert_file='a'\nkey_file='b'\n",
+            (
+                "[server]\nlisten = ['0.0.0.0:7431']\nrequire_credentials = true\n"
+                "[tls]\ncert_file='a'\nkey_file='b'\n"
+            ),
             "served",
         ),
     ],
