@@ -12,7 +12,17 @@ import torch
 import typer
 from rich.console import Console
 
-from batond.bench import demo, families, model_support, models, soak, steps, support_table, workloads
+from batond.bench import (
+    demo,
+    families,
+    model_support,
+    models,
+    planner,
+    soak,
+    steps,
+    support_table,
+    workloads,
+)
 from batond.bench import engine as engine_bench
 from batond.daemon.errors import BatondError
 
@@ -125,6 +135,27 @@ def soak_command(  # noqa: PLR0917 - typer calls it by name
     console.print(report.summary(), markup=False, highlight=False, soft_wrap=True)
     if not report.passed:
         raise typer.Exit(1)
+
+
+@app.command("planner")
+def planner_command(
+    policy: Annotated[str, typer.Option(help="Registered policies, separated by commas.")] = "priority",
+    waiting: Annotated[str, typer.Option(help="Queries in line, separated by commas.")] = ",".join(
+        map(str, planner.WAITING)
+    ),
+    rows: Annotated[str, typer.Option(help="Rows, separated by commas.")] = ",".join(map(str, planner.ROWS)),
+    steps: Annotated[int, typer.Option(help="Plans timed in each case.", min=2)] = 300,
+) -> None:
+    """Time a plan by waiting queries and rows, from scratch and from a line that is kept; needs no model."""
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    timings = []
+    for name in policy.split(","):
+        for queued in waiting.split(","):
+            for count in rows.split(","):
+                with console.status(f"{name}, {queued} waiting, {count} rows"):
+                    timings.append(planner.measure(name, int(queued), int(count), steps))
+    console.print(planner.report(timings))
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ ROWS = (8, 64, 256)
 TENANTS = 20
 STEP_S = 0.02
 BYTES_PER_TOKEN = 1 << 15
+CHUNK_TOKENS = 2048
 WARM_UP_STEPS = 10
 
 
@@ -46,7 +47,7 @@ class Timing:
 
 
 class Load:
-    """A full batch that ends and takes one query every other step, and a line that stays as long as it is."""
+    """A full batch and a line before it; for each query that ends, another joins the line."""
 
     def __init__(self, waiting: int, rows: int, parked: int, seed: int = 0) -> None:
         self._dice = random.Random(seed)  # noqa: S311 - a workload, no secret
@@ -64,8 +65,8 @@ class Load:
             self.now_s,
             rows,
             tuple(self.queries.values()),
-            chunk_tokens=256,
-            kv_free_bytes=1 << 34,
+            chunk_tokens=CHUNK_TOKENS,
+            kv_free_bytes=1 << 40,
             host_free_bytes=1 << 36,
         )
 
@@ -74,6 +75,11 @@ class Load:
         self.now_s += STEP_S
         running = [query for query in self.queries.values() if query.phase is Phase.RUNNING]
         for query in running:
+            if query.output_tokens + 1 == query.max_tokens:
+                del self.queries[query.query_id]
+                yield query.query_id, None
+                yield self._set(self._query(Phase.WAITING))
+                continue
             nbytes = query.kv_bytes + BYTES_PER_TOKEN
             yield self._set(
                 replace(
@@ -84,11 +90,6 @@ class Load:
                     park_bytes=nbytes,
                 )
             )
-        if self._dice.random() < 1 / 2:
-            gone = self._dice.choice(running).query_id
-            del self.queries[gone]
-            yield gone, None
-            yield self._set(self._query(Phase.WAITING))
 
     def do(self, plan: Plan) -> Iterator[tuple[str, QueryView | None]]:
         """Yield what a plan changes."""

@@ -66,7 +66,7 @@ class Lifecycle:
         self._eos_token_ids, self._inline = eos_token_ids, inline
         self._parks = itertools.count(1)
 
-    def place(self, query: Query, reason: str) -> None:
+    def place(self, query: Query, reason: str = "") -> None:
         """Give the query a row."""
         self._roster.note(query)
         row = self._residency.place(query)

@@ -48,8 +48,7 @@ class Draft:
         limits: PlannerLimits,
     ) -> None:
         running = line.running.values()
-        self._view = view
-        self._limits = limits
+        self._view, self._line, self._limits = view, line, limits
         self._victims = VictimPool(running, line.policy, limits, view.now_s)
         self._free_rows = view.rows - len(running)
         self._free_bytes = math.inf if view.kv_free_bytes is None else view.kv_free_bytes
@@ -63,7 +62,6 @@ class Draft:
         self._stuck_orders: set[int] = set()
         self._fruitless: Counter[int] = Counter()
         self._came_free = False
-        self._running = running
         self._soon_free: int | None = None
         self._chunks: list[Chunk] = []
         self._park: list[ParkOrder] = []
@@ -114,12 +112,13 @@ class Draft:
         """Whether nobody of a class and kind can get anything as things stand: it makes long lines cheap.
 
         Reasons are given for the head of the line only. What is passed over holds no bytes on the device, so
-        nothing has to be kept for it, or there is nothing left that could be.
+        nothing has to be kept for it, or nothing is left that could be, or more than enough.
         """
         if len(self._blocked) < MAX_BLOCKED or kind is Kind.BEGUN:
             return False
         open_bytes = self._open_bytes()
-        nothing_left = open_bytes <= 0 or self._free_bytes == math.inf
+        # With plenty for all that are parked, what is kept for them makes no difference.
+        nothing_left = open_bytes <= 0 or open_bytes >= 2 * self._line.parked_bytes
         if kind is Kind.COPY or kind is Kind.INLINE:
             refused = self._victims.refuses(order, parked=kind is Kind.COPY)
             return self._free_rows <= 0 and refused and nothing_left
@@ -232,7 +231,7 @@ class Draft:
             taken = {order.query_id for order in self._park}
             self._soon_free = sum(
                 other.max_tokens - other.output_tokens <= near and other.query_id not in taken
-                for other in self._running
+                for other in self._line.running.values()
             )
         if self._soon_free == 0:
             return

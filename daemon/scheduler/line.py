@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 RENEWED_A_STEP: Final = 128
 #: Most lines of a policy that are kept apart, for the head of each is ranked in each step. Queries of further
 #: ones are treated like those of a policy that keeps none.
-MOST_LINES: Final = 128
+MOST_LINES: Final = 64
 
 
 class Line:
@@ -46,6 +46,7 @@ class Line:
         held: Queries parked by hand, by id.
         ready: Prefilled queries in line by class order.
         taken_bytes: The whole reserve of running queries and the present KV of all others.
+        parked_bytes: The whole reserve of the parked queries in line.
         unwritten_bytes: The part of that reserve that is not written yet.
     """
 
@@ -53,7 +54,7 @@ class Line:
         self.running: dict[str, QueryView] = {}
         self.held: dict[str, QueryView] = {}
         self.ready: Counter[int] = Counter()
-        self.taken_bytes = self.unwritten_bytes = 0
+        self.taken_bytes = self.unwritten_bytes = self.parked_bytes = 0
         self._views: dict[str, QueryView] = {}
         self._best: dict[int, float] = {}  # Level of the most urgent fresh query, by class order.
         self._use(policy)
@@ -208,6 +209,8 @@ class Line:
             self.unwritten_bytes += sign * (query.reserved_bytes - query.kv_bytes)
         else:
             self.taken_bytes += sign * query.kv_bytes
+        if query.phase is Phase.PARKED and not query.held:
+            self.parked_bytes += sign * query.reserved_bytes
         if query.phase is Phase.READY and not query.held:
             self.ready[query.class_order] += sign
 

@@ -86,12 +86,14 @@ class VictimPool:
         eligible: list[QueryView] = []
         in_quantum: list[QueryView] = []
         capped: list[QueryView] = []
+        may, now_s, limits = self._policy.may_preempt, self._now_s, self._limits
         for victim in self._running:
-            if not self._less_urgent(newcomer, victim):
+            # Rule 1 holds for careless policies too: who would pre-empt each other are equals.
+            if not victim.preemptible or not may(newcomer, victim, now_s) or may(victim, newcomer, now_s):
                 continue
-            if victim.parks >= self._limits.max_parks:
+            if victim.parks >= limits.max_parks:
                 capped.append(victim)
-            elif victim.since_admission_tokens < self._limits.quantum_tokens:
+            elif victim.since_admission_tokens < limits.quantum_tokens:
                 in_quantum.append(victim)
             else:
                 eligible.append(victim)
@@ -104,17 +106,10 @@ class VictimPool:
         no_row = len(eligible) + len(in_quantum) + len(capped) < rows
         return Choice(reason="row" if no_row else "kv_bytes")
 
-    def _less_urgent(self, newcomer: QueryView, victim: QueryView) -> bool:
-        # Rule 1 holds for careless policies too: who would pre-empt each other are equals.
-        may = self._policy.may_preempt
-        return (
-            victim.preemptible
-            and may(newcomer, victim, self._now_s)
-            and not may(victim, newcomer, self._now_s)
-        )
-
     def _fewest(self, eligible: list[QueryView], rows: int, nbytes: float) -> tuple[QueryView, ...]:
         """The least urgent that suffice together, without those that can be spared."""
+        if rows <= 1 and nbytes <= 0:
+            return (max(eligible, key=self._urgency),)
         chosen = []
         freed_bytes = 0
         for victim in sorted(eligible, key=self._urgency, reverse=True):
