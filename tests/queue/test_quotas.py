@@ -199,6 +199,20 @@ async def test_keys_of_quotas_put_there_by_hand_do_no_harm(queue: Queue) -> None
     await queue.store.reap()
 
 
+@pytest.mark.parametrize("floor", ["nan", "-nan", "inf", "-inf", "x", "", "1e300"])
+async def test_a_floor_written_by_hand_is_mended(queue: Queue, floor: str) -> None:
+    """D13: tenants are served, and the next claim has counters again."""
+    keys = queue.store.keys
+    await queue.client.set(keys.floor("standard"), floor)
+    for i in range(3):
+        await queue.submit(f"a{i}", tenant="a", prompt_tokens=100)
+        await queue.submit(f"b{i}", tenant="b", prompt_tokens=10)
+    assert len(await queue.claim(1)) == 1
+    assert len(await queue.claim(1)) == 1
+    assert 0 <= float(await queue.client.get(keys.floor("standard"))) < 1000
+    assert len(await queue.claim()) == 4
+
+
 @pytest.mark.parametrize("field", ["queued", "running", "tokens_per_minute"])
 def test_negative_limits_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):

@@ -59,6 +59,9 @@ end
 -- The counter from which a tenant new in the class begins.
 local function floor_of(class)
   local floor = tonumber(ask('GET', FLOOR .. class) or nil)
+  if floor ~= floor then
+    floor = nil -- not a number, written by hand
+  end
   return floor or tonumber((ask('ZRANGE', TURN .. class, 0, 0, 'WITHSCORES') or {})[2]) or 0
 end
 
