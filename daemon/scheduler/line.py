@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Parked and begun queries, and those of policies that keep no lines, that are ranked anew in a step. Up to
 #: so many the order is exact in every step; of n, a rank is at most n / RENEWED_A_STEP steps old.
-RENEWED_A_STEP: Final = 128
+RENEWED_A_STEP: Final = 64
 #: Most lines of a policy that are kept apart, for the head of each is ranked in each step. Queries of further
 #: ones are treated like those of a policy that keeps none.
 MOST_LINES: Final = 64

@@ -124,7 +124,7 @@ def test_order_after_any_history_is_the_plain_order(name: str, *, lines: bool) -
         dice = random.Random(seed)
         policy = a_policy(name, lines=lines)
         line, live, now_s = Line(policy), {}, 100.0
-        for number in range(1, 120):
+        for number in range(1, 80):
             query = any_query(dice, number, now_s)
             live[query.query_id] = query
             line.put(query)
