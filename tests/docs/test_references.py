@@ -165,8 +165,9 @@ def test_health_services_are_the_ones_served(root: Path) -> None:
 
 
 def commands(program: Typer) -> set[str]:
-    """Names of a program's commands."""
-    return {
+    """Names of a program's commands, and of its groups of commands."""
+    groups = {group.typer_instance.info.name for group in program.registered_groups if group.typer_instance}
+    return {name for name in groups if isinstance(name, str)} | {
         command.name or command.callback.__name__
         for command in program.registered_commands
         if command.callback
@@ -177,6 +178,12 @@ def test_commands_in_the_pages_exist(all_text: str) -> None:
     named = set(re.findall(r"\bbatonctl ([a-z]+)", all_text)) - {"commands"}
     assert {"generate", "info", "drain"} <= named
     assert named <= commands(batonctl)
+    for group in batonctl.registered_groups:
+        inner = group.typer_instance
+        assert inner is not None
+        named = set(re.findall(rf"\bbatonctl {inner.info.name} ([a-z]+)", all_text))
+        assert named
+        assert named <= commands(inner)
     fenced = "\n".join(re.findall(r"^```\n(.*?)^```$", all_text, flags=re.MULTILINE | re.DOTALL))
     named = {
         *re.findall(r"`batond ([a-z-]+)", all_text),
