@@ -12,6 +12,8 @@ from typing import Final
 from batond.daemon.telemetry.logging import get_logger
 
 CHANNEL: Final = "audit"
+#: Strangers name targets too, before they are refused.
+LONGEST_TARGET_CHARS: Final = 200
 
 _log = get_logger(CHANNEL)
 
@@ -32,5 +34,11 @@ def record(
     # Set here and not once: configuring the log again must not silence it.
     logging.getLogger(CHANNEL).setLevel(logging.INFO)
     _log.info(
-        "admin_action", action=action, actor=actor, target=target, outcome=outcome, reason=reason, peer=peer
+        "admin_action",
+        action=action,
+        actor=actor,
+        target=target[:LONGEST_TARGET_CHARS],
+        outcome=outcome,
+        reason=reason,
+        peer=peer,
     )
