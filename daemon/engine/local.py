@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 import time
 from collections import Counter
@@ -289,6 +290,8 @@ class LocalEngine:
         waited_s: float = 0.0,
         emitted_token_ids: Sequence[int] = (),
         session_id: str | None = None,
+        deadline_s: float = math.inf,
+        tenant_weight: float = 1.0,
     ) -> Query:
         """Take a query; it runs in the steps that follow.
 
@@ -304,16 +307,23 @@ class LocalEngine:
             session_id: Names a conversation of the tenant. Where a turn before left its slice, only what the
                 prompt adds to it is computed; the prompt is the whole conversation all the same. A turn that
                 finishes leaves its own.
+            deadline_s: Time left until its last token is needed; policies may heed it, nothing ends it.
+            tenant_weight: Share of the tenant among tenants, relative.
 
         Raises:
             InvalidRequestError: Empty prompt, unknown token id or class, bad or taken id, stop strings
-                without a tokenizer, n above 1, structured output that can't be had, or a session together
-                with prompt_logprobs.
+                without a tokenizer, n above 1, structured output that can't be had, a session together with
+                prompt_logprobs, or a weight or deadline that is no number.
             RequestTooLargeError: Prompt + max_tokens is over `max_query_tokens`.
         """
         sampling = sampling or SamplingParams()
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise InvalidRequestError(f"seed must be a whole number, not {seed!r}", field="seed")
+        if not (0 < tenant_weight < math.inf and not math.isnan(deadline_s)):
+            raise InvalidRequestError(
+                f"tenant_weight {tenant_weight} must be above 0, deadline_s {deadline_s} a number",
+                field="tenant_weight",
+            )
         prompt = self._admission.check(prompt_token_ids, sampling)
         session = self._admission.check_session(tenant, session_id, sampling)
         seq = next(self._arrivals)
@@ -326,6 +336,8 @@ class LocalEngine:
             seed=secrets.randbits(63) if seed is None else seed,
             seq=seq,
             arrival_s=time.monotonic() - waited_s,
+            deadline_s=time.monotonic() + deadline_s,
+            tenant_weight=tenant_weight,
             session=session if self.keeps_sessions else None,
             replays_by_step=self._replays_by_step,
         )

@@ -113,6 +113,8 @@ class EngineProcess:
                 waited_s=command.waited_s,
                 emitted_token_ids=command.emitted_token_ids,
                 session_id=command.session_id or None,
+                deadline_s=command.deadline_s,
+                tenant_weight=command.tenant_weight,
             )
         except BatondError as error:
             usage = Usage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -55,6 +56,8 @@ class Query:
         seed: 64-bit seed of its noise.
         seq: Order of arrival.
         arrival_s: Monotonic time of arrival, queueing elsewhere included.
+        deadline_s: Monotonic time at which the tenant needs the last token; infinity is never.
+        tenant_weight: Share of the tenant among tenants, relative.
         output_token_ids: Tokens emitted so far, without the prompt.
         output_text: Text emitted so far; empty without a tokenizer.
         output_logprobs: One per output token, if asked for; None where a token was replayed inline.
@@ -93,6 +96,8 @@ class Query:
     seed: int
     seq: int
     arrival_s: float
+    deadline_s: float = math.inf
+    tenant_weight: float = 1.0
     output_token_ids: list[int] = field(default_factory=list)
     output_text: str = ""
     output_logprobs: list[TokenLogprobs | None] = field(default_factory=list)

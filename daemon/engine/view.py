@@ -55,6 +55,8 @@ def query_view(query: Query, layout: RecordLayout, *, inline: bool = False) -> Q
         to_prefill_tokens=0 if inline else query.to_prefill_tokens,
         ttft_target_s=query.sla_class.ttft_target_s,
         tpot_target_s=query.sla_class.tpot_target_s,
+        deadline_s=query.deadline_s,
+        tenant_weight=query.tenant_weight,
     )
 
 

@@ -56,6 +56,7 @@ class Submit(Message, frozen=True):
     emitted_token_ids: list[int] = []
     session_id: str = ""  # Names a chat session of the tenant's; empty is none.
     deadline_s: float = math.inf  # Left until the tenant needs the last token; may be below 0.
+    tenant_weight: float = 1.0  # Share of the tenant among tenants, relative, above 0.
 
 
 class Cancel(Message, frozen=True):

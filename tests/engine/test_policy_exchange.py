@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,7 @@ from batond.bench.schedules import Arrival, Move, Player, Request
 from batond.bench.solo import compare
 from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.process import EngineProcess
-from batond.daemon.errors import ConfigError
+from batond.daemon.errors import ConfigError, InvalidRequestError
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.messages import (
     CommandResult,
@@ -22,6 +23,7 @@ from batond.daemon.wire.messages import (
     Resumed,
     SetPolicy,
     Started,
+    Submit,
 )
 from batond.policies.fcfs import Fcfs
 from batond.policies.priority import Priority
@@ -222,3 +224,36 @@ def test_a_change_that_is_not_noted_is_found(llama: Any, make_engine: MakeEngine
         engine.check_integrity()
     waiting.planner_parks -= 1
     engine.run_until_idle()
+
+
+def test_deadline_and_weight_reach_the_policy(llama: Any, make_engine: MakeEngine) -> None:
+    """Of two alike, the one whose deadline comes first gets the row first; fair shares see the weight."""
+    engine = make_engine(llama, rows=1, policy="deadline")
+    process = EngineProcess(engine, cast("EngineChannel", None))
+    for query_id, left_s in (("late", 900.0), ("soon", 3.0)):
+        process._apply(
+            Submit(
+                query_id=query_id,
+                tenant="a",
+                sla_class="batch",
+                prompt_token_ids=[5, 6, 7],
+                sampling=SHORT,
+                seed=1,
+                deadline_s=left_s,
+                tenant_weight=2.5,
+            )
+        )
+    engine.run_until_idle()
+    assert [event.query_id for event in process._events if isinstance(event, Started)] == ["soon", "late"]
+    clerk = Clerk()
+    engine.set_policy(clerk)
+    query = engine.submit([5, 6], SHORT, deadline_s=60.0, tenant_weight=2.5)
+    engine.step()
+    view = engine._roster.line.view(query.query_id)
+    assert view is not None
+    assert view.tenant_weight == query.tenant_weight == 2.5
+    assert 50.0 < view.deadline_s - query.arrival_s <= 61.0
+    engine.run_until_idle()
+    for wrong in ({"tenant_weight": 0.0}, {"tenant_weight": math.inf}, {"deadline_s": math.nan}):
+        with pytest.raises(InvalidRequestError):
+            engine.submit([5], SHORT, **wrong)
