@@ -119,7 +119,7 @@ SIZES: Final[dict[str, Any]] = {
     "log_scaling_n_floor": 8,
     "rel_extent": 16,
     # Budgets of sparse attention: with the real ones no test would ever select anything.
-    "keep_window_size": 8,
+    "keep_window_size": 256,  # As long as the context, like doge's own; shorter ones are refused.
     "index_block_size": 4,
     "index_topk_blocks": 2,
     "local_attention": 8,

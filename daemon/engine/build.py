@@ -12,6 +12,7 @@ from batond.daemon.engine.arena import plan_arena
 from batond.daemon.engine.far import (
     FAR_SPARE_COLUMNS,
     SHORTEST_FAR_TOKENS,
+    far_chunk_error,
     far_error,
     far_tokens,
     window_error,
@@ -210,11 +211,29 @@ class _Trial:
         def question(tried: Way, _queries: References) -> float:
             return window_error(self.model, layout, tried.prompt(), window + 8, [3, 5, 7])
 
-        return self.holds(chunk_error, way) and (not window or self.holds(question, way))
+        return (
+            self.holds(chunk_error, way)
+            and (not window or self.holds(question, way))
+            and self._far_chunks_hold(layout, way)
+        )
+
+    def replays_hold(self, layout: RecordLayout, way: Way) -> bool:
+        """Whether emitted tokens may be computed again in one forward."""
+        return self.holds(replay_error, way) and self._far_chunks_hold(layout, way)
+
+    def _far_chunks_hold(self, layout: RecordLayout, way: Way) -> bool:
+        def question(tried: Way, _queries: References) -> float:
+            return far_chunk_error(self.model, layout, tried)
+
+        return not self._sees_far(layout) or self.holds(question, way)
+
+    def _sees_far(self, layout: RecordLayout) -> bool:
+        """Whether made-up tokens reach further than the probe queries."""
+        return bool(layout.token_slots) and far_tokens(self.model, layout) >= SHORTEST_FAR_TOKENS
 
     def far_holds(self, layout: RecordLayout, way: Way, what: str) -> bool:
         """Whether padding still changes nothing behind thousands of tokens."""
-        if not layout.token_slots or far_tokens(self.model, layout) < SHORTEST_FAR_TOKENS:
+        if not self._sees_far(layout):
             return True
 
         def question(tried: Way, _queries: References) -> float:
@@ -362,7 +381,7 @@ def _cached(
         way.prompt,
         reason,
         chunkable=chunkable,
-        replay_by_step=alone or trial.deterministic or not trial.holds(replay_error, way),
+        replay_by_step=alone or trial.deterministic or not trial.replays_hold(layout, way),
         capacity=capacity,
     )
 

@@ -54,6 +54,9 @@ class Decode:
     def _note_replayed(self, query: Query, index: int, logits: torch.Tensor) -> None:
         """The KV of a token emitted before exists again; what follows it is known."""
         query.replay_left -= 1
+        query.since_admission_tokens += (
+            1  # Counts for the quantum: an urgent query doesn't wait for a replay.
+        )
         if query.lacks_given_logprobs:
             self._sampler.record_given(query, index, logits[None])
         self._life.count_prefill(query, index, 1)

@@ -23,6 +23,7 @@ from batond.offload.slice import KVSlice
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
+_DISTINCT_VALUES = 29  # Of made-up tokens; odd, so that they don't fall in step with blocks.
 ALIGNMENT_BYTES = 16  # Widest vector load of a GPU thread; every dtype divides it.
 
 
@@ -175,11 +176,17 @@ class RecordLayout:
         return KVSlice(tokens, state)
 
     def random(self, count: int, device: torch.device, noise: torch.Generator) -> KVSlice:
-        """A slice of `count` tokens whose numbers are drawn at random; states are zero, as at the start."""
+        """A slice of `count` made-up tokens; states are zero, as at the start.
+
+        Numbers are drawn at random. Values repeat as the tokens of a text do: unlike keys they know nothing
+        of their position, so those of equal tokens are equal, which a selection by values must bear.
+        """
         tokens = torch.zeros(count, self.record_bytes, dtype=torch.uint8, device=device)
         state = torch.zeros(self.state_bytes, dtype=torch.uint8, device=device)
         for slot in self.token_slots:
             drawn = _draw(slot, (count, math.prod(slot.shape)), noise).to(device)
+            if slot.attribute == "values":
+                drawn = drawn[torch.arange(count, device=device) % _DISTINCT_VALUES]
             tokens[:, slot.offset : slot.offset + slot.nbytes] = drawn.view(torch.uint8)
         return KVSlice(tokens, state)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ _PERIOD = 7  # Of the longer mate's tokens: what repeats scores equally, which a
 _STEPS = 12
 SHARED_ROWS = 3
 LONGEST_WINDOW_TOKENS = 512  # A wider window is too dear to be crossed at every start.
+_THRESHOLDS = re.compile("window|top_?k|block|chunk|floor|keep|sparse|stride|budget|compress|segment|bucket")
+_NO_THRESHOLDS = re.compile("expert|moe|layer|head|num_|router|group|vocab")
 _RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -95,15 +98,31 @@ def tolerance(model: CausalModel) -> float:
     return _RELATIVE_TOLERANCE.get(model.dtype, 1e-1)
 
 
+def longest_threshold(model: CausalModel) -> int:
+    """The longest length at which the model may begin to work otherwise and that is cheap to cross; 0: none.
+
+    Windows and numbers in the configuration whose names sound like a window, a block or a selection. They
+    decide on the length of a probe query and on nothing else.
+    """
+    config = model.config.get_text_config(decoder=True)
+    named = [
+        value
+        for name, value in vars(config).items()
+        if _THRESHOLDS.search(name) and not _NO_THRESHOLDS.search(name) and type(value) is int
+    ]
+    return max(
+        (tokens for tokens in (*named, model.window_tokens) if tokens <= LONGEST_WINDOW_TOKENS), default=0
+    )
+
+
 def references(model: CausalModel) -> References:
-    """The probe queries; the second one's prompt is longer than the sliding window, if that is small.
+    """The probe queries; the second one's prompt is longer than what the configuration names as a length.
 
     Raises:
         UnsupportedModelError: The model can't generate, or not twice the same.
     """
     short, long, shortest = _PROMPT_TOKENS
-    if 0 < model.window_tokens <= LONGEST_WINDOW_TOKENS:
-        long = max(long, model.window_tokens + 4)
+    long = max(long, longest_threshold(model) + 4)
     room = model.max_context_tokens - _STEPS - 1
     found = tuple(
         _generate(model, min(length, room), stride, period)

@@ -76,6 +76,25 @@ def test_chunks_behind_a_wide_window_are_looked_at(monkeypatch: pytest.MonkeyPat
     assert not engine.keeps_sessions
 
 
+@pytest.mark.parametrize("window", [20, 30, 100])
+def test_a_selection_by_values_is_refused_where_it_begins(window: int) -> None:
+    """Equal tokens have equal values: which of them doge keeps is not defined, and padding would decide."""
+    with pytest.raises(UnsupportedModelError, match="scores are equal"):
+        LocalEngine(make_family("doge", keep_window_size=window), rows=3)
+
+
+@pytest.mark.parametrize("floor_scale", [20, 26, 40, 63, 64])
+def test_a_threshold_named_in_the_configuration_is_crossed(floor_scale: int) -> None:
+    """Llama 4's temperature tuning counts padding from `floor_scale` tokens on: refused, or capped before."""
+    tuned = {"attn_temperature_tuning": True, "floor_scale": floor_scale, "attn_scale": 0.5}
+    model = make_family("llama4_text", **tuned)
+    try:
+        engine = LocalEngine(model, rows=3)
+    except UnsupportedModelError:
+        return
+    assert engine.max_query_tokens < floor_scale
+
+
 def test_a_model_that_sees_ahead_gets_its_prompt_whole() -> None:
     """A BERT that was not made a decoder attends in both directions."""
     support = check_model("bert", make_family("bert", is_decoder=False), batch="padded")
