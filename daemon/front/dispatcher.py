@@ -114,6 +114,7 @@ class Dispatcher:
         self._lease_ms = int(lease_s * 1000)
         self._claim_ahead, self._max_attempts = claim_ahead, max_attempts
         self._tenants = tenants
+        self._limits: Mapping[str, TenantLimits] = {}  # As last claimed with.
         self._held: dict[str, HeldJob] = {}
         self._late: asyncio.Queue[HeldJob] = asyncio.Queue()
         self._unsaved: asyncio.Queue[list[JobStep]] = asyncio.Queue(MOST_UNSAVED_STEPS)
@@ -221,8 +222,9 @@ class Dispatcher:
     async def _claim(self) -> bool:
         """Claim what there is room for; returns whether anything came."""
         try:
+            self._limits = self._tenants()
             claimed = await self._store.claim(
-                self._owner, self._room(), lease_ms=self._lease_ms, tenants=self._tenants()
+                self._owner, self._room(), lease_ms=self._lease_ms, tenants=self._limits
             )
         except BatondError as error:
             self._note_redis(error)
@@ -268,7 +270,8 @@ class Dispatcher:
     def _submit(self, held: HeldJob) -> None:
         record = held.claimed.record
         waited_s = record.waited_ms / 1000 + time.monotonic() - held.claimed_s
-        for command in held.submits(waited_s):
+        limits = self._limits.get(record.tenant)
+        for command in held.submits(waited_s, limits.weight if limits is not None else 1.0):
             self._tell(command)
         if record.cancel_requested:
             self._tell_all(Cancel, held)

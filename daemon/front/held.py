@@ -154,7 +154,7 @@ class HeldJob:
         """Whether a query is one of this claim's, and its events still count."""
         return not self.ended and query_id == self.query_id(choice_of(query_id))
 
-    def submits(self, waited_s: float) -> list[Submit]:
+    def submits(self, waited_s: float, tenant_weight: float = 1.0) -> list[Submit]:
         """The commands that start its choices, or let them go on after the tokens they have."""
         spec = self.claimed.spec
         parts = split_sequences(spec.sampling, spec.seed)
@@ -177,6 +177,7 @@ class HeldJob:
                     emitted_token_ids=list(token_ids),
                     session_id=spec.session_id,
                     deadline_s=self.left_s,
+                    tenant_weight=tenant_weight,
                 )
             )
         return commands

@@ -12,7 +12,7 @@ import msgspec
 from batond.daemon.front import dispatcher as module
 from batond.daemon.front.dispatcher import Dispatcher
 from batond.daemon.front.hub import Hub
-from batond.daemon.queue import CommitResult, Counts, JobState, Reaped, StepCommit
+from batond.daemon.queue import CommitResult, Counts, JobState, Reaped, StepCommit, TenantLimits
 from batond.daemon.telemetry.metrics import Metrics
 from batond.daemon.wire.messages import (
     Cancel,
@@ -134,6 +134,7 @@ class Scene:
             lease_s=10,
             claim_ahead=2,
             max_attempts=3,
+            tenants=lambda: {"t": TenantLimits(weight=2.5)},
         )
 
     async def __aenter__(self) -> Self:
@@ -161,6 +162,7 @@ async def test_a_running_job_past_its_deadline_ends_with_what_it_has(hold: Hold)
     async with Scene(timed(held, deadline_ms=1200)) as scene:
         submit = await scene.engine.heard(Submit)
         assert 0.0 < submit.deadline_s <= 0.2
+        assert submit.tenant_weight == 2.5
         name = held.query_id()
         await scene.say(Started(query_id=name, row=0))
         await scene.say(Tokens(query_id=name, first_index=0, token_ids=[4], text=""))
