@@ -1,4 +1,7 @@
-"""What the queue stores and hands out. JSON or plain hash fields, checked when read; never pickled."""
+"""What the queue stores and hands out. JSON or plain hash fields, checked when read; never pickled.
+
+Some lines above 400: it is a list of records and is looked up, not read.
+"""
 
 from __future__ import annotations
 
