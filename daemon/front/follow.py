@@ -91,9 +91,9 @@ class Follower:
                     yield event
             elif self._stopping():
                 raise UnavailableError(
-                    f"this daemon stops; watch the job again from token {cursor.next_index(0)}",
+                    f"this daemon stops; watch the job again from token {cursor.lowest_index}",
                     reason="STOPPING",
-                    next_token_index=cursor.next_index(0),
+                    next_token_index=cursor.lowest_index,
                 )
             else:
                 await self._hub.wait_for(tenant, job_id, POLL_S)
@@ -154,6 +154,11 @@ class _Cursor:
     def next_index(self, choice: int) -> int:
         """The first token of a choice that was not seen."""
         return self._place(choice).next_index
+
+    @property
+    def lowest_index(self) -> int:
+        """The first token that some choice was not seen of: nothing is missed from here."""
+        return min((place.next_index for place in self._places.values()), default=self._from_index)
 
     def misses(self, base_indexes: Sequence[int]) -> bool:
         """Whether tokens before these, by choice, are still to be seen."""

@@ -134,6 +134,7 @@ class RequestReader:
         # Cheap checks come before tokenizing.
         limit = time_limit(spec)
         sampling = _sampling(spec.sampling, self._limits.default_max_tokens)
+        self._check_sampled_ids(sampling)
         _check_session(spec.session_id, sampling)
         sampling = self._check_choices(sampling, given=spec.sampling.HasField("max_tokens"))
         prompt = self._prompt(spec, tenant)
@@ -235,18 +236,27 @@ class RequestReader:
                 prompt_tokens=prompt_tokens,
             )
 
+    def _check_sampled_ids(self, sampling: SamplingParams) -> None:
+        """Ids that the sampling names are of the vocabulary, like those of a prompt."""
+        size = self._limits.vocab_size
+        for field, ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+            beyond = next((token for token in ids if token >= size), None)
+            message = f"token id {beyond} in {field}: ids must be below {size}, the vocabulary's size"
+            _refuse(beyond is not None, message, f"spec.sampling.{field}", "BAD_SAMPLING")
+
     def _fit(self, sampling: SamplingParams, prompt_tokens: int, *, given: bool) -> SamplingParams:
         """Hold prompt + output within the limit; a default gives way, a given number does not."""
         limit = self._limits.max_query_tokens
         room = limit - prompt_tokens
-        if not given and room >= 1:
+        if not given and room >= max(1, sampling.min_tokens):
             return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, room))
         if sampling.max_tokens > room:
-            wanted = sampling.max_tokens if given else 1
+            wanted = sampling.max_tokens if given else max(1, sampling.min_tokens)
+            name = "min_tokens" if not given and sampling.min_tokens > 1 else "max_tokens"
             raise RequestTooLargeError(
-                f"prompt ({prompt_tokens} tokens) + max_tokens ({wanted}) exceed the limit of {limit} tokens:"
+                f"prompt ({prompt_tokens} tokens) + {name} ({wanted}) exceed the limit of {limit} tokens:"
                 " shorten one of them",
-                field="spec.sampling.max_tokens" if room >= 1 else "spec.input",
+                field=f"spec.sampling.{name}" if room >= 1 else "spec.input",
                 limit=limit,
                 prompt_tokens=prompt_tokens,
                 max_tokens=wanted,

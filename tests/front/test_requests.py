@@ -46,6 +46,8 @@ def spec(prompt_tokens: int = 2, session_id: str = "", **sampling: Any) -> types
         (spec(session_id="chat", prompt_logprobs=0), "spec.session_id", "BAD_SESSION"),
         (spec(n=5), "spec.sampling.n", "BAD_SAMPLING"),
         (spec(n=0), "spec.sampling.n", "BAD_SAMPLING"),
+        (spec(logit_bias={1 << 30: 5.0}), "spec.sampling.logit_bias", "BAD_SAMPLING"),
+        (spec(stop_token_ids=[1 << 30]), "spec.sampling.stop_token_ids", "BAD_SAMPLING"),
         (spec(n=3, max_tokens=41), "spec.sampling.n", RequestTooLargeError.reason),
         (
             spec(MAX_PROMPT_LOGPROBS // 21 + 1, prompt_logprobs=20),
@@ -53,7 +55,7 @@ def spec(prompt_tokens: int = 2, session_id: str = "", **sampling: Any) -> types
             RequestTooLargeError.reason,
         ),
     ],
-    ids=["space", "long", "n", "prompt", "many", "none", "tokens", "numbers"],
+    ids=["space", "long", "n", "prompt", "many", "none", "bias", "stop", "tokens", "numbers"],
 )
 def test_a_refusal_names_its_field(given: types_pb2.JobSpec, field: str, reason: str, tenant: Tenant) -> None:
     """Q1."""
