@@ -72,20 +72,31 @@ class Verdict:
     ties: int = 0
 
 
-def compare(player: Player, place: int, request: Request, solo: SoloRuns) -> Verdict:
-    """Compare a query that has ended with the request's solo run."""
+def compare(player: Player, place: int, request: Request, solo: SoloRuns, *, exact: bool = False) -> Verdict:
+    """Compare a query that has ended with the request's solo run.
+
+    Args:
+        player: Played the query.
+        place: Of the query in the schedule.
+        request: What was asked.
+        solo: Undisturbed runs.
+        exact: No bit may differ; otherwise what rounding explains is forgiven.
+    """
     query = player.queries[place]
     found, expected = Outcome.of(query), solo.outcome(request)
     verdict = Verdict(list(player.stream_faults(query)))
     count = _common_tokens(found.token_ids, expected.token_ids)
-    if count < min(len(found.token_ids), len(expected.token_ids)) and solo.is_tie(
-        request, count, found.token_ids[count]
+    if (
+        not exact
+        and count < min(len(found.token_ids), len(expected.token_ids))
+        and solo.is_tie(request, count, found.token_ids[count])
     ):
         verdict.ties = 1
         return verdict
     verdict.faults += _token_faults(found, expected)
-    verdict.faults += _logprob_faults("output", found.logprobs, expected.logprobs)
-    verdict.faults += _logprob_faults("prompt", found.prompt_logprobs, expected.prompt_logprobs)
+    most = 0.0 if exact else LOGPROB_TOLERANCE
+    verdict.faults += _logprob_faults("output", found.logprobs, expected.logprobs, most)
+    verdict.faults += _logprob_faults("prompt", found.prompt_logprobs, expected.prompt_logprobs, most)
     return verdict
 
 
@@ -111,7 +122,7 @@ def _token_faults(found: Outcome, expected: Outcome) -> Iterator[str]:
 
 
 def _logprob_faults(
-    name: str, found: Sequence[TokenLogprobs | None], expected: Sequence[TokenLogprobs | None]
+    name: str, found: Sequence[TokenLogprobs | None], expected: Sequence[TokenLogprobs | None], most: float
 ) -> Iterator[str]:
     """Log-probabilities of as many places as both have: how many there must be follows from the tokens."""
     for place, (here, alone) in enumerate(zip(found, expected, strict=False)):
@@ -123,5 +134,5 @@ def _logprob_faults(
         # The likeliest tokens by rank: two that all but agree may change places.
         pairs += [(one, other) for (_, one), (_, other) in zip(here.top, alone.top, strict=True)]
         worst = max(abs(one - other) for one, other in pairs)
-        if not worst < LOGPROB_TOLERANCE:
+        if not worst <= most:
             yield f"{name} log-probability {place} differs by {worst:.1e}: {here}, alone {alone}"
