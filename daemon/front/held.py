@@ -197,8 +197,9 @@ class HeldJob:
 
     def fail(self, message: str, reason: str = "INTERNAL") -> JobStep:
         """End it without the engine's word."""
-        failed = QueryFailed(query_id=self.query_id(), reason=reason, message=message, usage=self.usage())
-        return self.digest([failed])
+        step = _StepBuilder(self)
+        step.fail(reason, message)
+        return step.finish()
 
     def digest(self, events: Sequence[QueryEvent]) -> JobStep:
         """Turn one step's events of this job into a commit and what watchers see after it."""
@@ -285,6 +286,12 @@ class _StepBuilder:
             case QueryFailed():
                 choice.finish_reason, choice.usage = FinishReason.ERROR.value, event.usage
                 self._error = (event.reason, event.message)
+
+    def fail(self, reason: str, message: str) -> None:
+        """End every choice that has not ended; what each did and cost stays as it is."""
+        self._error = (reason, message)
+        for choice in self._held.choices:
+            choice.finish_reason = choice.finish_reason or FinishReason.ERROR.value
 
     def finish(self) -> JobStep:
         held = self._held

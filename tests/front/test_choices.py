@@ -205,3 +205,14 @@ def test_the_job_shows_its_choices_if_there_are_several(hold: Hold, choices: int
     assert (second.index, list(second.token_ids), second.text) == (1, [3], "c")
     assert second.finish_reason == types_pb2.FINISH_REASON_STOP
     assert second.logprobs[0].token_id == 3
+
+
+def test_a_job_that_fails_keeps_what_its_choices_did(hold: Hold) -> None:
+    """The engine died too often: ended choices keep their end, and nothing is counted twice."""
+    held = hold(n=2)
+    held.digest([tokens(held, 0, 0, 1), finished(held, 0, "stop", recomputed_tokens=5)])
+    step = held.fail("the engine died")
+    assert (step.commit.state, step.commit.error_message) == (JobState.FAILED, "the engine died")
+    assert step.commit.recomputed_tokens == 5
+    assert [choice.finish_reason for choice in held.choices] == ["stop", "error"]
+    assert held.ended
