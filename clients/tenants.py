@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from batond.clients.errors import InvalidRequestError
 from batond.v1 import admin_pb2
@@ -116,7 +116,7 @@ def update(name: str, limits: TenantLimits) -> admin_pb2.UpdateTenantRequest:
 def tenant(message: admin_pb2.Tenant) -> TenantInfo:
     """Gives a tenant."""
     limits = message.limits
-    values = {one.name: getattr(limits, one.name) for one in fields(TenantLimits)}
+    values: dict[str, Any] = {one.name: getattr(limits, one.name) for one in fields(TenantLimits)}
     return TenantInfo(
         name=message.name,
         limits=TenantLimits(**values | {"sla_classes": tuple(limits.sla_classes)}),

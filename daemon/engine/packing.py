@@ -263,7 +263,7 @@ def _narrowest_window(model: CausalModel) -> int:
     config = model.config.get_text_config(decoder=True)
     told = [getattr(config, field, None) for field in _WINDOW_FIELDS]
     told += [
-        layer.sliding_window
+        getattr(layer, "sliding_window", None)
         for layer in DynamicCache(config=model.config).layers
         if getattr(layer, "is_sliding", False)
     ]

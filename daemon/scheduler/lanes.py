@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import heapq
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from batond.daemon.scheduler.claims import in_parked_line
 from batond.policies.base import Phase
@@ -13,7 +13,6 @@ from batond.policies.base import Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from batond.daemon.scheduler.line import Line
     from batond.policies.base import QueryView, Rank
 
 #: Level, 0 for parked, park order, rest of the rank, seq. The level is the first component of the rank.
@@ -108,6 +107,19 @@ class RankedLane:
 Lane: TypeAlias = LineLane | RankedLane
 
 
+class Lanes(Protocol):
+    """What a walk asks of the line it goes along."""
+
+    def lanes(self, kinds: Collection[Kind] | None = None) -> list[Lane]:
+        """The lanes of all claims, or of those kinds."""
+
+    def sort_key(self, lane: Lane, place: int) -> SortKey:
+        """What a claim is merged by."""
+
+    def claim(self, lane: Lane, place: int) -> QueryView:
+        """The claim at a place of a lane."""
+
+
 class Walk:
     """Goes over the claims, the most urgent first, and looks into no lane longer than anybody can be served.
 
@@ -121,7 +133,7 @@ class Walk:
 
     def __init__(
         self,
-        line: Line,
+        line: Lanes,
         shut: Callable[[int, Kind], bool] | None = None,
         kinds: Collection[Kind] | None = None,
     ) -> None:
