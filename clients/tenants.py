@@ -117,9 +117,10 @@ def tenant(message: admin_pb2.Tenant) -> TenantInfo:
     """Gives a tenant."""
     limits = message.limits
     values: dict[str, Any] = {one.name: getattr(limits, one.name) for one in fields(TenantLimits)}
+    values["sla_classes"] = tuple(limits.sla_classes)
     return TenantInfo(
         name=message.name,
-        limits=TenantLimits(**values | {"sla_classes": tuple(limits.sla_classes)}),
+        limits=TenantLimits(**values),
         disabled=message.disabled,
         configured=message.configured,
         token_hint=message.token_hint,
