@@ -1,4 +1,4 @@
-"""Commands of `batond`: serve, check-config, hash-token."""
+"""Commands of `batond`: serve, check-config, hash-token, simulate."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 
 from batond.daemon.config_load import engine_settings, load_settings, parse_assignments, redacted
 from batond.daemon.errors import BatondError, ConfigError
+from batond.daemon.simulator.command import simulate
 from batond.daemon.telemetry.logging import configure_logging
 from batond.policies.registry import load_policy
 
@@ -105,6 +106,9 @@ def hash_token() -> None:
         token = secrets.token_urlsafe(TOKEN_BYTES)
         typer.echo(f"token         {token}   (shown once: give it to the tenant)")
     typer.echo(f"token_sha256  {hashlib.sha256(token.encode()).hexdigest()}")
+
+
+app.command()(simulate)
 
 
 def run() -> int:

@@ -1,0 +1,300 @@
+"""One daemon in virtual time: the real planner decides, and a query's numbers move as in the engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from batond.daemon.scheduler.line import Line
+from batond.daemon.scheduler.plan import BatchView, ParkMode
+from batond.daemon.scheduler.planner import Planner
+from batond.policies.base import Phase, QueryView, TracksEnds
+from batond.policies.registry import load_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from random import Random
+
+    from batond.daemon.scheduler.plan import Plan
+    from batond.daemon.simulator.fair_queue import FairQueue
+    from batond.daemon.simulator.setup import Setup
+    from batond.daemon.simulator.trace import Request
+    from batond.policies.classes import SlaClass
+
+#: Decode steps taken at once while somebody waits in vain. Arrivals, ends and quanta end a leap earlier; only
+#: what a policy would decide by time or tokens alone is seen late, by so many steps at most.
+MOST_BLOCKED_STEPS: Final = 8
+
+
+@dataclass(slots=True, eq=False)
+class Query:
+    """One request on its way.
+
+    Attributes:
+        cached_tokens: Tokens whose KV exists.
+        to_prefill_tokens: Tokens to compute before it can decode.
+        progress_s: When it last got anywhere; its arrival at first.
+        starved_s: Longest time it got nowhere.
+    """
+
+    request: Request
+    sla: SlaClass
+    seq: int
+    weight: float
+    phase: Phase = Phase.WAITING
+    cached_tokens: int = 0
+    to_prefill_tokens: int = 0
+    output_tokens: int = 0
+    on_host: bool = False
+    parks: int = 0
+    since_admission_tokens: int = 0
+    park_seq: int = 0
+    first_token_s: float = math.nan
+    end_s: float = math.nan
+    progress_s: float = 0.0
+    starved_s: float = 0.0
+    refused: bool = False
+
+    @property
+    def left_tokens(self) -> int:
+        """Tokens it will still emit."""
+        return self.request.output_tokens - self.output_tokens
+
+    def reserved_bytes(self, token_bytes: int) -> int:
+        """Bytes it may come to need."""
+        return (self.request.prompt_tokens + self.request.output_tokens) * token_bytes
+
+    def view(self, token_bytes: int) -> QueryView:
+        """As the planner and the policies see it."""
+        request, sla, nbytes = self.request, self.sla, self.cached_tokens * token_bytes
+        return QueryView(
+            query_id=str(self.seq),
+            tenant=request.tenant,
+            sla_class=sla.name,
+            class_order=sla.order,
+            preemptible=sla.preemptible,
+            arrival_s=request.arrival_s,
+            seq=self.seq,
+            phase=self.phase,
+            prompt_tokens=request.prompt_tokens,
+            prefilled_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            max_tokens=request.output_tokens,
+            parks=self.parks,
+            since_admission_tokens=self.since_admission_tokens,
+            park_seq=self.park_seq,
+            kv_bytes=0 if self.on_host else nbytes,
+            reserved_bytes=self.reserved_bytes(token_bytes),
+            park_bytes=nbytes,
+            to_prefill_tokens=self.to_prefill_tokens,
+            ttft_target_s=sla.ttft_target_s,
+            tpot_target_s=sla.tpot_target_s,
+            tenant_weight=self.weight,
+        )
+
+    def progressed(self, start_s: float, end_s: float) -> None:
+        """Note that it got somewhere in a step that began at `start_s`."""
+        self.starved_s = max(self.starved_s, start_s - self.progress_s)
+        self.progress_s = end_s
+
+
+@dataclass(slots=True)
+class Usage:
+    """What a daemon did with its time."""
+
+    busy_s: float = 0.0
+    row_s: float = 0.0
+    steps: int = 0
+    plans: int = 0
+    parks: int = 0
+    recomputes: int = 0
+    computed_tokens: int = 0
+
+
+class Engine:
+    """Claims, plans and steps.
+
+    Args:
+        setup: What is simulated.
+        policy: Name of the policy; each daemon has its own object.
+        dice: Of the noise.
+
+    Attributes:
+        emitted: Output and prompt tokens of the last step by query, until `settle`.
+    """
+
+    def __init__(self, setup: Setup, policy: str, dice: Random) -> None:
+        self._setup, self._costs, self._dice = setup, setup.costs, dice
+        self._policy = load_policy(policy)
+        self._tracks = self._policy if isinstance(self._policy, TracksEnds) else None
+        self._planner = Planner(self._policy, setup.limits)
+        self._line = Line(self._policy)
+        self._queries: dict[str, Query] = {}
+        self._running: dict[str, Query] = {}
+        self._park_seqs = count(1)
+        self._host_bytes = setup.host_pool_bytes
+        self._held: dict[str, int] = dict.fromkeys(setup.classes.names, 0)
+        self.emitted: list[tuple[Query, int, int]] = []
+        self.usage = Usage()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._queries
+
+    def claim(self, queue: FairQueue[Query]) -> None:
+        """Claim as the dispatcher does: rows and a few more of every class, the most urgent class first."""
+        most = self._setup.rows + self._setup.claim_ahead
+        for name in self._setup.classes.names:
+            for query in queue.claim(name, most - self._held[name]):
+                self._held[name] += 1
+                query.to_prefill_tokens = query.request.prompt_tokens
+                self._queries[str(query.seq)] = query
+                self._note(query)
+
+    def rowless(self) -> Iterator[Query]:
+        """Claimed queries that have no row."""
+        return (query for query in self._queries.values() if query.phase is not Phase.RUNNING)
+
+    def settle(self, queue: FairQueue[Query]) -> None:
+        """Commit the last step: charge its tokens."""
+        for query, _, output_tokens in self.emitted:
+            if output_tokens:
+                queue.charge(query.sla.name, query.request.tenant, output_tokens)
+        self.emitted = []
+
+    def step(self, now_s: float, next_arrival_s: float) -> float:
+        """Do one step, or several in which nothing is decided; gives its end.
+
+        Raises:
+            RuntimeError: Nobody can move: a defect.
+        """
+        plan = self._plan(now_s)
+        self.usage.plans += 1
+        computed: dict[str, tuple[int, int]] = {}
+        cost_s = self._compute(plan, computed) + self._take_rows(plan) + self._give_rows(plan)
+        steps = 1
+        if self._running:
+            cached = sum(query.cached_tokens for query in self._running.values())
+            if plan.empty:
+                steps = self._leap(cached, next_arrival_s - now_s)
+            cost_s += self._costs.decode_s(len(self._running), cached, steps)
+        elif plan.empty:
+            raise RuntimeError(f"nobody can move at {now_s} s; blocked: {plan.blocked}")
+        if self._setup.noise:
+            cost_s *= 1 + self._dice.uniform(-self._setup.noise, self._setup.noise)
+        self._decode(steps, computed)
+        self._finish(now_s, now_s + cost_s, computed)
+        self.usage.steps += steps
+        self.usage.busy_s += cost_s
+        return now_s + cost_s
+
+    # -- inside
+
+    def _note(self, query: Query) -> None:
+        self._line.put(query.view(self._costs.kv_token_bytes))
+
+    def _plan(self, now_s: float) -> Plan:
+        budget = self._costs.kv_bytes
+        view = BatchView(
+            now_s=now_s,
+            rows=self._setup.rows,
+            queries=(),
+            chunk_tokens=self._setup.chunk_tokens,
+            ready_limit=self._setup.ready_limit,
+            kv_free_bytes=budget - self._line.taken_bytes if budget else None,
+            host_free_bytes=self._host_bytes,
+        )
+        return self._planner.plan(view, self._line)
+
+    def _compute(self, plan: Plan, computed: dict[str, tuple[int, int]]) -> float:
+        for chunk in plan.chunks:
+            query = self._queries[chunk.query_id]
+            query.cached_tokens += chunk.tokens
+            query.to_prefill_tokens -= chunk.tokens
+            if query.phase is Phase.WAITING:
+                query.phase = Phase.PREFILLING
+            if chunk.last:
+                query.phase = Phase.READY
+                query.output_tokens += 1
+            computed[chunk.query_id] = (chunk.tokens, int(chunk.last))
+        return self._costs.prompts_s(sum(chunk.tokens for chunk in plan.chunks))
+
+    def _take_rows(self, plan: Plan) -> float:
+        copied = 0
+        for order in plan.park:
+            query = self._running.pop(order.query_id)
+            nbytes = query.cached_tokens * self._costs.kv_token_bytes
+            query.phase, query.park_seq = Phase.PARKED, next(self._park_seqs)
+            query.parks += 1
+            self.usage.parks += 1
+            if order.mode is ParkMode.OFFLOAD:
+                query.on_host = True
+                self._host_bytes -= nbytes
+                copied += nbytes
+            else:
+                query.to_prefill_tokens = query.request.prompt_tokens + query.output_tokens
+                query.cached_tokens = 0
+                self.usage.recomputes += 1
+            self._note(query)
+        return copied * self._costs.park_byte_s
+
+    def _give_rows(self, plan: Plan) -> float:
+        copied = 0
+        for query_id in (*plan.resume, *plan.admit):
+            query = self._queries[query_id]
+            if query.on_host:
+                nbytes = query.cached_tokens * self._costs.kv_token_bytes
+                query.on_host = False
+                self._host_bytes += nbytes
+                copied += nbytes
+            query.phase, query.park_seq, query.since_admission_tokens = Phase.RUNNING, 0, 0
+            self._running[query_id] = query
+        return copied * self._costs.park_byte_s
+
+    def _leap(self, cached_tokens: int, until_s: float) -> int:
+        """Decode steps until an end, an arrival, or something the planner could decide."""
+        rows, quantum = self._running.values(), self._setup.limits.quantum_tokens
+        steps = min(query.left_tokens for query in rows)
+        if self._line.has_claims:
+            short = (quantum - query.since_admission_tokens for query in rows)
+            steps = min(steps, MOST_BLOCKED_STEPS, *(tokens for tokens in short if tokens > 0))
+        if math.isfinite(until_s):
+            one_s = self._costs.decode_s(len(rows), cached_tokens)
+            steps = max(1, min(steps, math.ceil(until_s / one_s)))
+            while steps > 1 and self._costs.decode_s(len(rows), cached_tokens, steps - 1) >= until_s:
+                steps -= 1
+        return steps
+
+    def _decode(self, steps: int, computed: dict[str, tuple[int, int]]) -> None:
+        for query_id, query in self._running.items():
+            # One that ends with its first token never gets a row, so there is something left.
+            query.output_tokens += steps
+            query.since_admission_tokens += steps
+            query.cached_tokens += steps
+            prompt, output = computed.get(query_id, (0, 0))
+            computed[query_id] = (prompt, output + steps)
+
+    def _finish(self, start_s: float, end_s: float, computed: dict[str, tuple[int, int]]) -> None:
+        self.usage.row_s += len(self._running) * (end_s - start_s)
+        for query_id, (prompt, output) in computed.items():
+            query = self._queries[query_id]
+            query.progressed(start_s, end_s)
+            if output and math.isnan(query.first_token_s):
+                query.first_token_s = end_s
+            view = query.view(self._costs.kv_token_bytes)
+            self._policy.on_tokens(view, prompt, output)
+            self.usage.computed_tokens += prompt + output
+            self.emitted.append((query, prompt, output))
+            if query.left_tokens > 0:
+                self._line.put(view)
+                continue
+            query.end_s = end_s
+            if self._tracks is not None:
+                self._tracks.on_end(view)
+            self._line.remove(query_id)
+            self._running.pop(query_id, None)
+            del self._queries[query_id]
+            self._held[query.sla.name] -= 1

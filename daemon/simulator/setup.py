@@ -1,0 +1,61 @@
+"""What is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from batond.daemon.errors import ConfigError
+from batond.daemon.scheduler.victims import PlannerLimits
+from batond.policies.classes import SlaClasses
+
+if TYPE_CHECKING:
+    from batond.daemon.simulator.costs import StepCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A fleet of equal daemons on one queue.
+
+    Attributes:
+        costs: Of their steps.
+        daemons: How many.
+        rows: Of each batch.
+        chunk_tokens: Prompt tokens computed between two decode steps.
+        ready_limit: Prefilled queries kept ahead of free rows.
+        claim_ahead: Jobs of a class claimed beyond the rows.
+        host_pool_bytes: For parked KV, of each daemon.
+        classes: SLA classes.
+        limits: Quantum and park cap.
+        weights: Of tenants; 1 where none is named.
+        noise: Steps take up to this part longer or shorter, evenly drawn; 0 is exact.
+        seed: Of the noise, and of who is first of daemons that are free at the same time.
+
+    Raises:
+        ConfigError: A value has no meaning.
+    """
+
+    costs: StepCosts
+    daemons: int = 1
+    rows: int = 64
+    chunk_tokens: int = 256
+    ready_limit: int = 1
+    claim_ahead: int = 2
+    host_pool_bytes: int = 64 << 30
+    classes: SlaClasses = field(default_factory=SlaClasses)
+    limits: PlannerLimits = field(default_factory=PlannerLimits)
+    weights: dict[str, float] = field(default_factory=dict)
+    noise: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what can't be simulated."""
+        least = {"daemons": 1, "rows": 1, "chunk_tokens": 1, "ready_limit": 0, "host_pool_bytes": 0}
+        for name, lowest in least.items():
+            if getattr(self, name) < lowest:
+                raise ConfigError(f"{name} must be at least {lowest}, not {getattr(self, name)}", field=name)
+        if not 0 <= self.noise < 1:
+            raise ConfigError(f"noise must be from 0 to below 1, not {self.noise}", field="noise")
+        for tenant, weight in self.weights.items():
+            if not 0 < weight < float("inf"):
+                raise ConfigError(f"the weight of tenant {tenant} must be above 0, not {weight}")

@@ -1,0 +1,127 @@
+"""Traces of requests: read from CSV, cut to a window, given classes, scaled to a rate."""
+
+from __future__ import annotations
+
+import csv
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from batond.daemon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from batond.policies.classes import SlaClasses
+
+NEEDED: Final = ("arrival_s", "prompt_tokens", "output_tokens")
+DEFAULT_TENANT: Final = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One line of a trace.
+
+    Attributes:
+        arrival_s: Seconds from the start of the trace.
+        prompt_tokens: At least 1.
+        output_tokens: Tokens it emits, at least 1; also the most it asks for.
+        tenant: Who pays.
+        sla_class: Name of its class.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    tenant: str = DEFAULT_TENANT
+    sla_class: str = "standard"
+
+
+def read_trace(path: Path) -> list[Request]:
+    """Read `arrival_s,prompt_tokens,output_tokens[,tenant][,class]`, in any order; sorted by arrival.
+
+    Raises:
+        ConfigError: The file can't be read, lacks a column, has no rows, or a value makes no sense; the
+            message names the line.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ConfigError(
+                    f"{path} lacks the columns {', '.join(missing)}; a trace has {','.join(NEEDED)}"
+                    " and may have tenant and class",
+                    field="trace",
+                )
+            requests = [_request(path, reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"trace {path} can't be read: {error}", field="trace") from error
+    if not requests:
+        raise ConfigError(f"trace {path} has no rows", field="trace")
+    return sorted(requests, key=lambda request: request.arrival_s)
+
+
+def _request(path: Path, line: int, row: Mapping[str, str | None]) -> Request:
+    try:
+        arrival_s = float(row["arrival_s"] or "")
+        prompt, output = int(row["prompt_tokens"] or ""), int(row["output_tokens"] or "")
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {line}: {error}", field="trace") from error
+    if not (math.isfinite(arrival_s) and arrival_s >= 0 and prompt > 0 and output > 0):
+        raise ConfigError(
+            f"{path}, line {line}: arrival_s must not be negative, prompt_tokens and output_tokens must be"
+            f" at least 1, not {arrival_s:g}, {prompt}, {output}",
+            field="trace",
+        )
+    return Request(
+        arrival_s, prompt, output, row.get("tenant") or DEFAULT_TENANT, row.get("class") or "standard"
+    )
+
+
+def busiest(requests: Sequence[Request], window_s: float) -> list[Request]:
+    """The requests of the `window_s` seconds in which most arrive, with arrivals from 0.
+
+    Raises:
+        ConfigError: The window is not above 0.
+    """
+    if not window_s > 0:
+        raise ConfigError(f"the window must be above 0 s, not {window_s}", field="window")
+    arrivals = [request.arrival_s for request in requests]
+    ends = [bisect_left(arrivals, start + window_s) for start in arrivals]
+    first = max(range(len(arrivals)), key=lambda index: (ends[index] - index, -index))
+    return rebased(requests[first : ends[first]], 1.0)
+
+
+def rebased(requests: Sequence[Request], speed: float) -> list[Request]:
+    """The same requests from 0 on, arriving `speed` times as fast."""
+    start = requests[0].arrival_s
+    return [replace(request, arrival_s=(request.arrival_s - start) / speed) for request in requests]
+
+
+def with_classes(
+    requests: Sequence[Request], classes: SlaClasses, by_tenant: Mapping[str, str]
+) -> list[Request]:
+    """Give the requests of named tenants a class.
+
+    Raises:
+        ConfigError: The trace or the mapping names an unknown class, or the mapping an unknown tenant.
+    """
+    tenants = {request.tenant for request in requests}
+    for tenant in by_tenant:
+        if tenant not in tenants:
+            raise ConfigError(
+                f"no tenant {tenant!r} in the trace; it has {', '.join(sorted(tenants))}", field="classes"
+            )
+    mapped = [
+        replace(request, sla_class=by_tenant.get(request.tenant, request.sla_class)) for request in requests
+    ]
+    for name in {request.sla_class for request in mapped}:
+        if name not in classes:
+            raise ConfigError(
+                f"unknown class {name!r} in trace or mapping; known are {', '.join(classes.names)}",
+                field="classes",
+            )
+    return mapped

@@ -1,0 +1,164 @@
+"""Runs a trace through a fleet: the event that is next in virtual time is always done next."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from batond.daemon.simulator.engine import Engine, Query
+from batond.daemon.simulator.fair_queue import FairQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from batond.daemon.simulator.engine import Usage
+    from batond.daemon.simulator.setup import Setup
+    from batond.daemon.simulator.trace import Request
+
+WINDOW_S: Final = 10.0
+
+Line = tuple[str, str]  # Class and tenant.
+
+
+@dataclass(slots=True)
+class Window:
+    """Ten seconds of the fleet.
+
+    Attributes:
+        waiting: Classes and tenants with a query without a row at the end.
+        served: Prompt and output tokens by class and tenant.
+        output: Output tokens by class and tenant.
+    """
+
+    waiting: frozenset[Line] = frozenset()
+    served: Counter[Line] = field(default_factory=Counter)
+    output: Counter[Line] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        policy: Its name.
+        setup: What was simulated.
+        queries: One a request, in order of arrival.
+        windows: From time 0 on, `WINDOW_S` each.
+        usage: One a daemon.
+        end_s: When the last query ended.
+    """
+
+    policy: str
+    setup: Setup
+    queries: list[Query]
+    windows: list[Window]
+    usage: list[Usage]
+    end_s: float
+
+
+class World:
+    """A queue, daemons, and the requests to come.
+
+    Args:
+        setup: What is simulated.
+        policy: Name of a registered policy.
+        requests: By arrival.
+    """
+
+    def __init__(self, setup: Setup, policy: str, requests: Sequence[Request]) -> None:
+        self._setup, self._policy = setup, policy
+        self._queue: FairQueue[Query] = FairQueue(setup.weights)
+        self._dice = random.Random(setup.seed)  # noqa: S311 - noise and ties, no secret
+        self._engines = [Engine(setup, policy, self._dice) for _ in range(setup.daemons)]
+        self._queries = [self._query(seq, request) for seq, request in enumerate(requests, 1)]
+        self._coming = 0
+        self._windows: list[Window] = []
+
+    def run(self, on_done: Callable[[int], None] = lambda _: None) -> Outcome:
+        """Run to the end.
+
+        Args:
+            on_done: Told, now and then, how many requests have arrived.
+        """
+        ticks = count()
+        events = [(0.0, self._dice.random(), index) for index in range(len(self._engines))]
+        heapq.heapify(events)
+        while events:
+            now_s, _, index = heapq.heappop(events)
+            engine = self._engines[index]
+            engine.settle(self._queue)
+            self._arrive(now_s)
+            self._open_windows(now_s)
+            engine.claim(self._queue)
+            next_s = self._next_arrival_s()
+            if not engine.idle:
+                end_s = engine.step(now_s, next_s)
+                self._record(engine, end_s)
+                heapq.heappush(events, (end_s, self._dice.random(), index))
+            elif next_s < float("inf"):
+                heapq.heappush(events, (next_s, self._dice.random(), index))
+            if next(ticks) % 512 == 0:
+                on_done(self._coming)
+        on_done(self._coming)
+        served = [query for query in self._queries if not query.refused]
+        return Outcome(
+            policy=self._policy,
+            setup=self._setup,
+            queries=self._queries,
+            windows=self._windows,
+            usage=[engine.usage for engine in self._engines],
+            end_s=max((query.end_s for query in served), default=0.0),
+        )
+
+    def _query(self, seq: int, request: Request) -> Query:
+        weight = self._setup.weights.get(request.tenant, 1.0)
+        query = Query(
+            request, self._setup.classes.get(request.sla_class), seq, weight, progress_s=request.arrival_s
+        )
+        costs = self._setup.costs
+        query.refused = 0 < costs.kv_bytes < query.reserved_bytes(costs.kv_token_bytes)
+        return query
+
+    def _next_arrival_s(self) -> float:
+        if self._coming == len(self._queries):
+            return float("inf")
+        return self._queries[self._coming].request.arrival_s
+
+    def _arrive(self, now_s: float) -> None:
+        while self._next_arrival_s() <= now_s:
+            query = self._queries[self._coming]
+            self._coming += 1
+            if not query.refused:
+                request = query.request
+                self._queue.add(request.sla_class, request.tenant, request.prompt_tokens, query)
+
+    def _open_windows(self, now_s: float) -> None:
+        while now_s >= WINDOW_S * len(self._windows):
+            if self._windows:
+                without = {
+                    (query.sla.name, query.request.tenant)
+                    for engine in self._engines
+                    for query in engine.rowless()
+                }
+                self._windows[-1].waiting = frozenset({*self._queue.waiting(), *without})
+            self._windows.append(Window())
+
+    def _record(self, engine: Engine, end_s: float) -> None:
+        self._open_windows(end_s)
+        window = self._windows[int(end_s // WINDOW_S)]
+        for query, prompt, output in engine.emitted:
+            window.served[query.sla.name, query.request.tenant] += prompt + output
+            window.output[query.sla.name, query.request.tenant] += output
+
+
+def saturated_s(setup: Setup, requests: Sequence[Request]) -> float:
+    """Seconds the fleet takes for all requests when all are there at once, first come first served.
+
+    The number of requests over it is the capacity for this mix.
+    """
+    at_once = [replace(request, arrival_s=0.0) for request in requests]
+    return World(setup, "fcfs", at_once).run().end_s
