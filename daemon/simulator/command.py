@@ -15,7 +15,7 @@ from batond.daemon.simulator.costs import load_costs
 from batond.daemon.simulator.report import report
 from batond.daemon.simulator.setup import Setup
 from batond.daemon.simulator.show import as_json, load_plotter, plot, print_tables
-from batond.daemon.simulator.trace import busiest, read_trace, rebased, with_classes
+from batond.daemon.simulator.trace import busiest, of_class, read_trace, rebased, with_classes
 from batond.daemon.simulator.world import World, saturated_s
 from batond.policies.registry import load_policy
 
@@ -41,6 +41,9 @@ def simulate(  # noqa: PLR0917 - typer passes by name
     load: Annotated[
         float, typer.Option(help="Arrivals over capacity, such as 1.1; 0 keeps the trace's times.")
     ] = 0.0,
+    only: Annotated[
+        str, typer.Option(help="Leave out all other classes, after the load was scaled with them.")
+    ] = "",
     daemons: Annotated[int, typer.Option(help="Equal daemons on one queue.")] = _DEFAULTS.daemons,
     rows: Annotated[int, typer.Option(help="Rows of each batch.")] = _DEFAULTS.rows,
     chunk_tokens: Annotated[
@@ -85,6 +88,8 @@ def simulate(  # noqa: PLR0917 - typer passes by name
     requests = busiest(requests, window) if window else rebased(requests, 1.0)
     if load:
         requests = at_load(requests, saturated_s(setup, requests), load)
+    if only:
+        requests = of_class(requests, only)
     outcomes = _run(setup, names, requests)
     reports = [report(outcome) for outcome in outcomes]
     arriving_s = requests[-1].arrival_s

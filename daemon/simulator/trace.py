@@ -125,3 +125,15 @@ def with_classes(
                 field="classes",
             )
     return mapped
+
+
+def of_class(requests: Sequence[Request], name: str) -> list[Request]:
+    """The requests of one class, arriving when they did.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    kept = [request for request in requests if request.sla_class == name]
+    if not kept:
+        raise ConfigError(f"no request is of the class {name!r}", field="only")
+    return kept

@@ -76,6 +76,15 @@ def test_the_load_scales_to_what_the_fleet_can_do(trace: Path) -> None:
     assert busy[2.0] > 0.9
 
 
+def test_one_class_is_left_alone_with_its_arrivals(trace: Path) -> None:
+    same = [trace, "--policy", "priority", "--costs", "cpu", "--rows", 4, "--load", 1.2, "--json"]
+    both, alone = (json.loads(simulate(*same, *more)) for more in ([], ["--only", "interactive"]))
+    urgent, lone = (said["policies"][0]["groups"][0] for said in (both, alone))
+    assert lone["requests"] == urgent["requests"] == alone["requests"]
+    assert lone["ttft_s"]["p99"] <= urgent["ttft_s"]["p99"]
+    assert alone["arriving_s"] == pytest.approx(both["arriving_s"], rel=0.1)
+
+
 def test_a_plot_is_drawn(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.svg"
@@ -97,6 +106,8 @@ def test_without_matplotlib_a_plot_says_what_to_install(trace: Path, monkeypatch
         (["--classes", "t0"], "not of the form"),
         (["--weights", "t0=much"], "no number"),
         (["--weights", "t0=0"], "above 0"),
+        (["--only", "standard"], "no request is of the class 'standard'"),
+        (["--noise", "1"], "noise must be"),
         (["--rows", "0"], "rows must be at least 1"),
         (["--load", "-1"], "above 0"),
         (["--window", "-1"], "above 0"),
