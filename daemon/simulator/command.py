@@ -87,7 +87,9 @@ def simulate(  # noqa: PLR0917 - typer passes by name
     requests = with_classes(read_trace(trace), setup.classes, _pairs(classes, "classes"))
     requests = busiest(requests, window) if window else rebased(requests, 1.0)
     if load:
-        requests = at_load(requests, saturated_s(setup, requests), load)
+        with Console(stderr=True).status("capacity"):
+            capacity_s = saturated_s(setup, requests)
+        requests = at_load(requests, capacity_s, load)
     if only:
         requests = of_class(requests, only)
     outcomes = _run(setup, names, requests)
