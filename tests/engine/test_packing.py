@@ -116,7 +116,7 @@ def test_windows_bound_the_prompts() -> None:
             packer.run([[5] * (WINDOW_TOKENS + 1)])
 
 
-@pytest.mark.parametrize("family", ["jamba", "mamba2", "lfm2", "bloom", "doge"])
+@pytest.mark.parametrize("family", ["jamba", "mamba2", "lfm2", "bloom"])
 def test_models_that_mix_packed_prompts_are_not_packed(family: str) -> None:
     """Recurrent or convolution state, masks of their own, selection among the columns of a pack."""
     assert Pair(random_family(family)).packer is None

@@ -499,7 +499,7 @@ def test_a_model_without_a_cache_keeps_none(make_engine: MakeEngine) -> None:
     assert engine.residency.store.pool.used_bytes == 0
 
 
-@pytest.mark.parametrize("family", ["doge", "mamba"])
+@pytest.mark.parametrize("family", ["mamba"])
 def test_a_model_whose_slices_can_not_be_extended_exactly_keeps_none(
     make_engine: MakeEngine, family: str
 ) -> None:
