@@ -211,17 +211,11 @@ class _Trial:
         def question(tried: Way, _queries: References) -> float:
             return window_error(self.model, layout, tried.prompt(), window + 8, [3, 5, 7])
 
-        return (
-            self.holds(chunk_error, way)
-            and (not window or self.holds(question, way))
-            and self._far_chunks_hold(layout, way)
-        )
+        return self.holds(chunk_error, way) and (not window or self.holds(question, way))
 
-    def replays_hold(self, layout: RecordLayout, way: Way) -> bool:
-        """Whether emitted tokens may be computed again in one forward."""
-        return self.holds(replay_error, way) and self._far_chunks_hold(layout, way)
+    def far_chunks_hold(self, layout: RecordLayout, way: Way) -> bool:
+        """Whether tokens computed together, thousands behind the first, are what each alone would be."""
 
-    def _far_chunks_hold(self, layout: RecordLayout, way: Way) -> bool:
         def question(tried: Way, _queries: References) -> float:
             return far_chunk_error(self.model, layout, tried)
 
@@ -371,7 +365,9 @@ def _cached(
     alone: bool = False,
 ) -> Serving:
     # A model that no shared batch serves is computed in just the steps that `generate` takes.
-    chunkable = not alone and trial.chunks_hold(layout, way)
+    together = not alone and trial.far_chunks_hold(layout, way)
+    chunkable = together and trial.chunks_hold(layout, way)
+    replay_by_step = trial.deterministic or not together or not trial.holds(replay_error, way)
     if trial.model.limit_reason:
         reason += f"; queries end at {trial.model.max_context_tokens} tokens: {trial.model.limit_reason}"
     if not chunkable:
@@ -381,7 +377,7 @@ def _cached(
         way.prompt,
         reason,
         chunkable=chunkable,
-        replay_by_step=alone or trial.deterministic or not trial.replays_hold(layout, way),
+        replay_by_step=replay_by_step,
         capacity=capacity,
     )
 

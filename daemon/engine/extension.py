@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batond.daemon.engine.probe import MODEL_ERRORS, tolerance
+from batond.daemon.engine.probe import MODEL_ERRORS, relative_error, tolerance
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ def _extension_error(
         extended = new_prompt_batch()
         extended.embed(0, kv)
         logits = extended.step({0: tokens[kv.n_tokens :]})[0]
-        error = float((logits - expected).norm() / expected.norm())
-        if not error <= worst:  # Not a number is the worst of all.
-            worst = error
+        worst = max(worst, relative_error(logits, expected))
     return worst
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batond.daemon.engine.probe import relative_error
 from batond.daemon.engine.recipe import Recipe
 from batond.daemon.errors import UnsupportedModelError
 
@@ -66,7 +67,7 @@ def far_error(model: CausalModel, layout: RecordLayout, way: Way) -> float:
     pair.embed(0, mine)
     pair.embed(1, mate)
     beside = pair.step({0: [3], 1: [4]})[0]
-    return float((beside - alone).norm() / alone.norm())
+    return relative_error(beside, alone)
 
 
 def far_chunk_error(model: CausalModel, layout: RecordLayout, way: Way) -> float:
@@ -81,7 +82,7 @@ def far_chunk_error(model: CausalModel, layout: RecordLayout, way: Way) -> float
     apart.embed(0, kv)
     for token in _FAR_CHUNK:
         last = apart.step({0: [token]})[0]
-    return float((chunk - last).norm() / last.norm())
+    return relative_error(chunk, last)
 
 
 def window_error(
@@ -107,7 +108,7 @@ def window_error(
     positions = torch.arange(tokens, tokens + len(new), device=model.device)[None]
     seen = torch.ones(1, tokens + len(new), dtype=torch.int64, device=model.device)
     theirs = model.forward(ids, seen, positions, cache, recipe=Recipe())[0]
-    return float((ours - theirs).norm() / theirs.norm())
+    return relative_error(ours, theirs)
 
 
 def _watched_step(kv: KVSlice, way: Way) -> tuple[list[tuple[int, bool]], torch.Tensor]:

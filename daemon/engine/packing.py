@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from batond.daemon.engine.probe import MODEL_ERRORS, first_line, tolerance
+from batond.daemon.engine.probe import MODEL_ERRORS, first_line, relative_error, tolerance
 from batond.daemon.engine.recipe import MaskForm, Recipe
 from batond.daemon.errors import UnsupportedModelError
 
@@ -233,8 +233,7 @@ class _Alone:
 
     def compare(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
         """Note the relative difference, if it is the largest."""
-        error = float((logits - expected).norm() / expected.norm())
-        self.error = max(self.error, error if error == error else float("inf"))  # noqa: PLR0124 - NaN alone differs from itself
+        self.error = max(self.error, relative_error(logits, expected))
 
     def compare_steps(self, kv: KVSlice) -> None:
         """Decode from a packed slice."""

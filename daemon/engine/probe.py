@@ -193,7 +193,7 @@ def chunk_error(way: Way, queries: References) -> float:
             logits = batch.step({0: reference.prompt[first:last]})
         life.note(logits[0])
         _advance(batch, {0: life}, 3)
-        worst = max(worst, life.error, key=_nan_first)
+        worst = max(worst, life.error)
     return worst
 
 
@@ -204,7 +204,7 @@ def replay_error(way: Way, queries: References) -> float:
         life, batch = _Life(reference, done=_STEPS // 2 - 1), way.prompt()
         life.note(batch.step({0: [*reference.prompt, *reference.tokens[: life.done + 1]]})[0])
         _advance(batch, {0: life}, life.left)
-        worst = max(worst, life.error, key=_nan_first)
+        worst = max(worst, life.error)
     return worst
 
 
@@ -217,6 +217,12 @@ def alone_references(way: Way, queries: References) -> References:
         _advance(batch, {1: life}, life.left)
         found.append(replace(reference, logits=torch.stack(life.logits)))
     return tuple(found)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far logits are off; infinite for what is not a number, which must never pass for a small error."""
+    error = float((found - expected).norm() / expected.norm())
+    return error if error == error else float("inf")  # noqa: PLR0124 - NaN alone differs from itself
 
 
 class _Life:
@@ -239,8 +245,7 @@ class _Life:
     def note(self, logits: torch.Tensor) -> None:
         self.done += 1
         expected = self.reference.logits[self.done]
-        error = float((logits - expected).norm() / expected.norm())
-        self.error = max(self.error, error, key=_nan_first)
+        self.error = max(self.error, relative_error(logits, expected))
         self.logits.append(logits)
 
 
@@ -252,18 +257,13 @@ def _advance(batch: Batch, lives: dict[int, _Life], steps: int) -> None:
 
 
 def _worst(lives: list[_Life]) -> float:
-    return max((life.error for life in lives), key=_nan_first)
+    return max(life.error for life in lives)
 
 
 def _take(batch: Batch, row: int) -> KVSlice:
     kv = batch.extract(row)
     batch.free(row)
     return kv
-
-
-def _nan_first(error: float) -> float:
-    """Sorts what is not a number behind everything: it must never pass for a small error."""
-    return error if error == error else float("inf")  # noqa: PLR0124 - NaN alone differs from itself
 
 
 def _generate(model: CausalModel, prompt_tokens: int, stride: int, period: int) -> Reference:
