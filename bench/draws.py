@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 
 from batond.bench.families import VOCABULARY
 from batond.bench.schedules import Arrival, Move, Request, Schedule
-from batond.daemon.engine.params import SamplingParams
+from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
     from batond.daemon.engine.local import LocalEngine

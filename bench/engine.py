@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from batond.bench.workloads import Request
-    from batond.daemon.engine.model import CausalModel
+    from batond.daemon.engine.model.causal import CausalModel
 
 MODES: dict[str, dict[str, Any]] = {
     "run_to_completion": {"prefill": "inline", "gate": Gate.BATCH},

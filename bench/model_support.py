@@ -10,13 +10,13 @@ import torch
 
 from batond.bench.families import make_family
 from batond.daemon.engine.local import LocalEngine
-from batond.daemon.engine.params import SamplingParams
 from batond.daemon.errors import BatondError, UnsupportedModelError
+from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batond.daemon.engine.query import Query
+    from batond.daemon.engine.queries.query import Query
 
 PROMPT_TOKENS = (3, 17, 9, 1)  # Shorter and longer than the windows of the tiny models.
 OUTPUT_TOKENS = 14

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from batond.daemon.config_load import resolve_model_path
-from batond.daemon.engine.model import CausalModel, load_model
+from batond.daemon.engine.model.causal import CausalModel, load_model
 
 SMALL_MODEL = "smollm2"
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from batond.daemon.engine.params import SamplingParams
+from batond.daemon.requests.params import SamplingParams
 from batond.daemon.wire.messages import CommandResult, Preempted, QueryState, Tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from batond.daemon.engine.local import LocalEngine
-    from batond.daemon.engine.query import Query
+    from batond.daemon.engine.queries.query import Query
     from batond.daemon.wire.messages import FinishReason, QueryEvent, TokenLogprobs
 
 _DRAIN_STEPS = 2000  # Far more than any schedule needs: an engine that is still busy then never ends.

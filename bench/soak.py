@@ -23,8 +23,8 @@ from batond.bench.model_support import solo_tokens
 from batond.bench.schedules import play
 from batond.bench.solo import SoloRuns, compare
 from batond.daemon.engine.local import LocalEngine
-from batond.daemon.engine.params import SamplingParams
 from batond.daemon.errors import ConfigError, UnsupportedModelError
+from batond.daemon.requests.params import SamplingParams
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.messages import FinishReason
 

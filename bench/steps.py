@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.table import Table
 
-from batond.daemon.engine.build import probe_layout
-from batond.daemon.engine.padded import PaddedBatch
-from batond.daemon.engine.recipe import Recipe
-from batond.daemon.engine.ring import RingBatch
+from batond.daemon.engine.batch.padded import PaddedBatch
+from batond.daemon.engine.batch.ring import RingBatch
+from batond.daemon.engine.model.recipe import Recipe
+from batond.daemon.engine.proof.serving import probe_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batond.daemon.engine.batch import Batch
-    from batond.daemon.engine.model import CausalModel
+    from batond.daemon.engine.batch.protocol import Batch
+    from batond.daemon.engine.model.causal import CausalModel
     from batond.offload.slice import KVSlice
 
 STEPS_IN_TURN = 4

@@ -21,7 +21,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from batond.daemon.config_base import Seconds, Section, StringList, parse_json
 from batond.daemon.config_tenants import TenantConfig, check_tenants
-from batond.daemon.engine.params import MAX_N
+from batond.daemon.requests.params import MAX_N
 from batond.policies.classes import DEFAULT_CLASSES, SlaClass, SlaClasses
 
 ENV_PREFIX: Final = "BATOND_"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from batond.daemon.engine.params import SamplingParams
 from batond.daemon.errors import UnsupportedModelError
+from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
     from batond.daemon.engine.local import LocalEngine

@@ -1,7 +1,7 @@
 """The engine: one step at a time, in one process.
 
 Over 400 lines because the public interface and its documentation stand in one place; how queries move is in
-`lifecycle.py`, what is refused in `admission.py`.
+`queries/lifecycle.py`, what is refused in `queries/admission.py`.
 
 `LocalEngine` is the whole engine without daemon, Redis or gRPC; the daemon's engine process wraps the same
 object (`process.py`). It is single-threaded: call it from one thread.
@@ -17,34 +17,34 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from batond.daemon.engine.admission import Admission
-from batond.daemon.engine.build import choose_batch
-from batond.daemon.engine.decode import Decode
-from batond.daemon.engine.extension import extends_exactly
-from batond.daemon.engine.lifecycle import Lifecycle
-from batond.daemon.engine.model import CausalModel, load_model
-from batond.daemon.engine.packing import find_packer
-from batond.daemon.engine.params import SamplingParams
-from batond.daemon.engine.prefill import LOGITS_TOKENS
-from batond.daemon.engine.prompts import Prompts
-from batond.daemon.engine.query import Query
-from batond.daemon.engine.residency import Residency
-from batond.daemon.engine.roster import Roster
-from batond.daemon.engine.sampler import Sampler
-from batond.daemon.engine.sessions import (
+from batond.daemon.engine.batch.prefill import LOGITS_TOKENS
+from batond.daemon.engine.model.causal import CausalModel, load_model
+from batond.daemon.engine.proof.extension import extends_exactly
+from batond.daemon.engine.proof.serving import choose_batch
+from batond.daemon.engine.queries.admission import Admission
+from batond.daemon.engine.queries.lifecycle import Lifecycle
+from batond.daemon.engine.queries.query import Query
+from batond.daemon.engine.queries.residency import Residency
+from batond.daemon.engine.queries.roster import Roster
+from batond.daemon.engine.queries.sessions import (
     DEFAULT_SHARE,
     DEFAULT_TTL_S,
     OWNER_MARK,
     Sessions,
 )
-from batond.daemon.engine.text import TextStream
-from batond.daemon.engine.view import free_bytes, snapshot
+from batond.daemon.engine.queries.view import free_bytes, snapshot
+from batond.daemon.engine.sampling.sampler import Sampler
+from batond.daemon.engine.sampling.text import TextStream
+from batond.daemon.engine.step.decode import Decode
+from batond.daemon.engine.step.packing import find_packer
+from batond.daemon.engine.step.prompts import Prompts
 from batond.daemon.errors import (
     ConfigError,
     InvalidRequestError,
     StateError,
     UnsupportedModelError,
 )
+from batond.daemon.requests.params import SamplingParams
 from batond.daemon.scheduler.guard import PolicyGuard
 from batond.daemon.scheduler.plan import BatchView, Gate, ParkMode
 from batond.daemon.scheduler.planner import Planner, PlannerLimits
@@ -61,8 +61,8 @@ from batond.policies.registry import load_policy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from batond.daemon.engine.build import Serving
-    from batond.daemon.engine.packing import Packer
+    from batond.daemon.engine.proof.serving import Serving
+    from batond.daemon.engine.step.packing import Packer
     from batond.daemon.scheduler.plan import ParkOrder, Plan
     from batond.daemon.wire.messages import QueryEvent, Snapshot
     from batond.policies.base import Policy

@@ -18,10 +18,10 @@ import msgspec
 import torch
 
 from batond.daemon.engine.local import LocalEngine
-from batond.daemon.engine.model import load_model
-from batond.daemon.engine.params import SamplingParams
+from batond.daemon.engine.model.causal import load_model
 from batond.daemon.errors import BatondError, ConfigError, NotFoundError
 from batond.daemon.memory.host import auto_host_pool_bytes, check_host_pool
+from batond.daemon.requests.params import SamplingParams
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.channel import ChannelClosed, EngineChannel
 from batond.daemon.wire.messages import (
@@ -44,7 +44,7 @@ from batond.daemon.wire.settings import EngineSettings
 from batond.policies.classes import SlaClasses
 
 if TYPE_CHECKING:
-    from batond.daemon.engine.query import Query
+    from batond.daemon.engine.queries.query import Query
     from batond.daemon.wire.messages import Command, QueryEvent, Snapshot
 
 HEARTBEAT_S = 0.5  # The front's watchdog wants to hear from the engine at least once a second.

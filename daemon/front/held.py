@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from batond.daemon.engine.params import split_sequences
 from batond.daemon.errors import DeadlineError
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.queue import Chunk, JobState, StepCommit
 from batond.daemon.queue.keys import job_ref, split_ref
+from batond.daemon.requests.params import split_sequences
 from batond.daemon.wire.messages import (
     CommandResult,
     Finished,

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from batond.daemon.engine.params import MAX_PROMPT_LOGPROBS, SamplingParams
-from batond.daemon.engine.structure import check_structure
 from batond.daemon.errors import InvalidRequestError, NotFoundError, RequestTooLargeError
 from batond.daemon.front.ranks import TimeLimit, choose_class, time_limit
 from batond.daemon.queue.records import JobSpec
+from batond.daemon.requests.params import MAX_PROMPT_LOGPROBS, SamplingParams
+from batond.daemon.requests.structure import check_structure
 
 if TYPE_CHECKING:
     from batond.daemon.front.identity import Tenant

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from batond.daemon.engine.params import MAX_N, SamplingParams
+from batond.daemon.requests.params import MAX_N, SamplingParams
 from batond.daemon.wire.messages import TokenLogprobs
 
 #: What Lua's numbers hold exactly.

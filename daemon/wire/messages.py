@@ -11,7 +11,7 @@ import math
 
 import msgspec
 
-from batond.daemon.engine.params import SamplingParams
+from batond.daemon.requests.params import SamplingParams
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -28,7 +28,7 @@ class FinishReason(enum.StrEnum):
 
 
 class QueryState(enum.StrEnum):
-    """Where a query stands inside the engine; `query.py` holds the table of allowed moves."""
+    """Where a query stands inside the engine; the engine's `query.py` holds the table of allowed moves."""
 
     WAITING = "waiting"  # nothing computed yet
     PREFILLING = "prefilling"  # part of the prompt is in a slice on the device

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from batond.bench import soak
-from batond.daemon.engine.residency import Residency
+from batond.daemon.engine.queries.residency import Residency
 from batond.daemon.errors import ConfigError
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
-    from batond.daemon.engine.query import Query
+    from batond.daemon.engine.queries.query import Query
 
 
 @pytest.fixture(autouse=True)

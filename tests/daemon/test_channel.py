@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from batond.daemon.engine.params import SamplingParams
 from batond.daemon.errors import InvalidRequestError
+from batond.daemon.requests.params import SamplingParams
 from batond.daemon.wire import channel as channel_module
 from batond.daemon.wire.channel import ChannelClosed, ChannelError, EngineChannel, FrameBuffer, FrontChannel
 from batond.daemon.wire.messages import Cancel, Loading, StepEvents, Stop, Submit, Tokens

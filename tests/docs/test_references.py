@@ -80,7 +80,7 @@ def test_every_decision_has_its_own_number(root: Path) -> None:
 def metric_names(root: Path) -> set[str]:
     """Names of all metrics, without the endings that Prometheus adds."""
     counters = set(ENDS)
-    for file in (root / "daemon" / "engine").glob("*.py"):
+    for file in (root / "daemon" / "engine").rglob("*.py"):
         counters |= set(re.findall(r'counters\["(\w+)"\]', file.read_text(encoding="utf-8")))
     snapshot_source = (root / "daemon" / "engine" / "local.py").read_text(encoding="utf-8")
     counters |= set(re.findall(r'"(\w+)": stats\.\w+', snapshot_source))

@@ -10,7 +10,7 @@ import pytest
 
 from batond.clients import Chunk, FinishReason, JobState
 from batond.clients.errors import InvalidRequestError
-from batond.daemon.engine.params import sequence_seed
+from batond.daemon.requests.params import sequence_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

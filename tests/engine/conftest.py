@@ -31,16 +31,16 @@ from batond.bench.draws import LONGEST_QUERY_TOKENS, Draws
 from batond.bench.draws import byte_tokenizer as bench_tokenizer
 from batond.bench.solo import SoloRuns
 from batond.daemon.engine import LocalEngine, local
-from batond.daemon.engine.build import probe_layout
-from batond.daemon.engine.model import CausalModel
-from batond.daemon.engine.padded import PaddedBatch
-from batond.daemon.engine.ring import RingBatch
+from batond.daemon.engine.batch.padded import PaddedBatch
+from batond.daemon.engine.batch.ring import RingBatch
+from batond.daemon.engine.model.causal import CausalModel
+from batond.daemon.engine.proof.serving import probe_layout
 from batond.daemon.scheduler.planner import PlannerLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from batond.daemon.engine.build import Serving
+    from batond.daemon.engine.proof.serving import Serving
     from batond.offload.slice import KVSlice
 
 VOCABULARY = 160

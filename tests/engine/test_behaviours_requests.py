@@ -15,9 +15,9 @@ from batond.bench.model_support import solo_tokens
 from batond.bench.schedules import Arrival, Player, Request
 from batond.bench.solo import compare
 from batond.daemon.engine import LocalEngine, SamplingParams
-from batond.daemon.engine.build import choose_batch
-from batond.daemon.engine.model import CausalModel
-from batond.daemon.engine.text import TextStream
+from batond.daemon.engine.model.causal import CausalModel
+from batond.daemon.engine.proof.serving import choose_batch
+from batond.daemon.engine.sampling.text import TextStream
 from batond.daemon.errors import InvalidRequestError
 from batond.daemon.wire.messages import Tokens
 

@@ -21,7 +21,7 @@ from batond.offload.slice import KVSlice
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batond.daemon.engine.query import Query
+    from batond.daemon.engine.queries.query import Query
     from batond.offload.pool import Reservation
 
     MakeStand = Callable[[str, str], Any]

@@ -11,10 +11,10 @@ import torch
 from batond.bench import families
 from batond.bench.model_support import check_model
 from batond.daemon.engine import SamplingParams
-from batond.daemon.engine.build import probe_layout
-from batond.daemon.engine.model import CausalModel
-from batond.daemon.engine.padded import PaddedBatch
-from batond.daemon.engine.ring import RingBatch
+from batond.daemon.engine.batch.padded import PaddedBatch
+from batond.daemon.engine.batch.ring import RingBatch
+from batond.daemon.engine.model.causal import CausalModel
+from batond.daemon.engine.proof.serving import probe_layout
 from batond.daemon.wire.messages import QueryState
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from batond.daemon.engine import LocalEngine, SamplingParams
 from batond.daemon.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from batond.daemon.engine.query import Query
+    from batond.daemon.engine.queries.query import Query
 
 FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "lfm2", "qwen3_next"]
 ROWS = 4

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from batond.daemon.engine import LocalEngine
-    from batond.daemon.engine.query import Query
+    from batond.daemon.engine.queries.query import Query
     from batond.offload.slice import KVSlice
 
     MakeStand = Callable[[str, str], Any]

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batond.daemon.engine.params import SamplingParams
 from batond.daemon.front.held import HeldJob
 from batond.daemon.front.hub import LiveJob
 from batond.daemon.front.identity import Tenant
 from batond.daemon.queue import ClaimedJob, CommittedChoice, JobRecord, JobSpec, JobState
+from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable

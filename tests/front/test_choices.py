@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batond.daemon.engine.params import sequence_seed
 from batond.daemon.front import convert
 from batond.daemon.front.follow import _Cursor
 from batond.daemon.front.held import choice_of, ref_of
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.queue import Chunk, CommittedChoice, JobState
+from batond.daemon.requests.params import sequence_seed
 from batond.daemon.wire.messages import (
     Finished,
     FinishReason,

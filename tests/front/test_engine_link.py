@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batond.daemon.engine.params import SamplingParams
 from batond.daemon.errors import UnavailableError, UnsupportedModelError
 from batond.daemon.front.engine_link import EngineLink
+from batond.daemon.requests.params import SamplingParams
 from batond.daemon.wire.messages import Cancel, Finished, StepEvents, Submit, Tokens
 from batond.daemon.wire.settings import EngineSettings
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batond.daemon.engine.params import MAX_PROMPT_LOGPROBS
 from batond.daemon.errors import InvalidRequestError, RequestTooLargeError
 from batond.daemon.front.requests import Limits, RequestReader
+from batond.daemon.requests.params import MAX_PROMPT_LOGPROBS
 from batond.policies.classes import SlaClasses
 from batond.v1 import types_pb2
 

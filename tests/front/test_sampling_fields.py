@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from batond.daemon.engine.params import SamplingParams
-from batond.daemon.engine.structure import FIELDS
 from batond.daemon.errors import InvalidRequestError
 from batond.daemon.front.requests import _sampling
+from batond.daemon.requests.params import SamplingParams
+from batond.daemon.requests.structure import FIELDS
 from batond.v1 import types_pb2
 
 GIVEN: dict[str, Any] = {

@@ -12,12 +12,12 @@ from transformers import CONFIG_MAPPING
 from batond.bench.families import make_family
 from batond.bench.model_support import check_model, solo_tokens
 from batond.daemon.engine import LocalEngine, SamplingParams
-from batond.daemon.engine.build import choose_batch, probe_layout
-from batond.daemon.engine.columns import ColumnLayer
-from batond.daemon.engine.model import CausalModel
-from batond.daemon.engine.padded import PaddedBatch
-from batond.daemon.engine.probe import Way, references, shared_error, tolerance
-from batond.daemon.engine.recipe import MaskForm
+from batond.daemon.engine.batch.padded import PaddedBatch
+from batond.daemon.engine.model.causal import CausalModel
+from batond.daemon.engine.model.columns import ColumnLayer
+from batond.daemon.engine.model.recipe import MaskForm
+from batond.daemon.engine.proof.probe import Way, references, shared_error, tolerance
+from batond.daemon.engine.proof.serving import choose_batch, probe_layout
 from batond.daemon.errors import RequestTooLargeError, UnsupportedModelError
 
 

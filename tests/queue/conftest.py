@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from batond.daemon.engine.params import SamplingParams
 from batond.daemon.queue import Chunk, ClaimedJob, EmbeddedRedis, JobSpec, JobStore, StepCommit, open_async
+from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from batond.daemon.engine.params import SamplingParams
 from batond.daemon.queue import Chunk, JobSpec, JobState, StepCommit
 from batond.daemon.queue.keys import Keys, job_ref
+from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
     from conftest import Queue

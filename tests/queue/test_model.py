@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from batond.daemon.engine.params import SamplingParams
 from batond.daemon.queue import (
     Chunk,
     ClaimedJob,
@@ -28,6 +27,7 @@ from batond.daemon.queue import (
     open_async,
     open_sync,
 )
+from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -1,0 +1,71 @@
+"""How many columns a ring gets: as many as the longest query has tokens, and as memory holds."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from batond.daemon.errors import ConfigError
+from batond.daemon.memory.host import read_limits
+
+if TYPE_CHECKING:
+    from batond.daemon.engine.model.causal import CausalModel
+    from batond.daemon.engine.model.layout import RecordLayout
+
+#: Part of the memory free at start that a ring may take; prompts, activations and host pool need the rest.
+ARENA_FRACTION = 0.5
+FEWEST_COLUMNS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Size of a ring.
+
+    Attributes:
+        columns: Its columns, which bound a query's tokens.
+        remark: What an operator should know, in words; "" if there is nothing.
+    """
+
+    columns: int
+    remark: str = ""
+
+
+def plan_arena(model: CausalModel, layout: RecordLayout, rows: int, max_query_tokens: int | None) -> Arena:
+    """Size a ring.
+
+    Args:
+        model: The model; its context bounds every query.
+        layout: Byte layout of a token.
+        rows: Rows of the ring.
+        max_query_tokens: Tokens a query must be allowed; None takes as many as fit.
+
+    Raises:
+        ConfigError: It can't be had; the message holds the largest number that can.
+    """
+    context = model.max_context_tokens
+    column_bytes = rows * layout.record_bytes
+    room_bytes = _room_bytes(model.device)
+    fitting = room_bytes // column_bytes
+    wanted = min(max_query_tokens or context, context)
+    if wanted <= fitting:
+        return Arena(wanted)
+    if max_query_tokens is not None or fitting < FEWEST_COLUMNS:
+        raise ConfigError(
+            f"a ring of {rows} rows for queries of {wanted} tokens needs {wanted * column_bytes} bytes;"
+            f" {room_bytes}, half of what is free, may be taken: use max_query_tokens={fitting} or less,"
+            " fewer rows, or the padded batch",
+            max_query_tokens=wanted,
+            largest=fitting,
+        )
+    return Arena(fitting, f"; queries end at {fitting} of {context} tokens: memory holds no more columns")
+
+
+def _room_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        gc.collect()  # What the probes leave behind counts as taken otherwise.
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0] * ARENA_FRACTION)
+    return read_limits().tightest(pin=False, fraction=ARENA_FRACTION)[0]

@@ -1,0 +1,56 @@
+"""What the engine asks of a batch; `PaddedBatch` and `RingBatch` answer it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from batond.daemon.engine.model.layout import RecordLayout
+    from batond.offload.slice import KVSlice
+
+
+class Batch(Protocol):
+    """Rows that share one time axis; every row's newest token sits in the newest column.
+
+    A row is idle (owned by nobody) or occupied (`lengths[row]` cached tokens). Who owns which row is
+    the engine's business; the batch only knows rows.
+    """
+
+    kind: str
+    rows: int
+    layout: RecordLayout
+    device: torch.device
+
+    @property
+    def columns(self) -> int:
+        """Live columns of the shared axis."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Cached tokens per row; 0 is idle."""
+
+    def embed(self, row: int, kv: KVSlice) -> None:
+        """Write a prefilled slice into an idle row, end-aligned with the newest column (vector embedding)."""
+
+    def extract(self, row: int) -> KVSlice:
+        """Copy an occupied row out; the row stays as it is."""
+
+    def free(self, row: int) -> None:
+        """Make a row idle and release leading columns that no row covers any more."""
+
+    def step(self, tokens: Mapping[int, Sequence[int]]) -> torch.Tensor:
+        """Run the model over each given row's new tokens.
+
+        Usually one token a row. A row with several is a newcomer whose prompt is prefilled inside the step
+        (vector shaping); its row must be idle before.
+
+        Returns:
+            float32 logits, shape [rows, vocabulary]; rows not in `tokens` hold nothing of value.
+        """
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the bookkeeping contradicts itself; for tests and when idle."""

@@ -1,0 +1,1 @@
+"""Queries and what happens to them: admission, rows, parks, sessions, their end."""

@@ -1,0 +1,213 @@
+"""Where each query's KV is: in a row, in a slice on the device, in the host pool, or nowhere.
+
+    WAITING ──prefill──> slice on device ──embed──> row ──extract, store──> host pool
+       ^                      ^                      ^                        |   |
+       |                      └── partial prompt ────┴───── load, embed ──────┘   |
+       └── next turn of a session: load, embed ────── kept when a turn ends ──────┘
+
+One good copy exists at every moment: a row is freed after its host copy is complete, and a host copy is
+discarded after the embed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from batond.daemon.engine.batch.prefill import Prefill, PromptBatch
+from batond.daemon.scheduler.plan import ParkMode
+from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batond.daemon.engine.batch.protocol import Batch
+    from batond.daemon.engine.queries.query import Query
+    from batond.daemon.engine.queries.sessions import Sessions
+    from batond.offload.slice import KVSlice
+    from batond.offload.store import ParkedStore
+
+
+class Residency:
+    """Moves queries' KV between rows, device slices and the host pool.
+
+    Args:
+        batch: The decode batch.
+        new_prefill_batch: Makes an empty batch of one row.
+        store: Parked slices.
+        sessions: Slices of finished turns, which give way to parked ones.
+        chunkable: Prompts may be computed in parts.
+
+    Attributes:
+        by_row: Owner of each row.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        new_prefill_batch: Callable[[], PromptBatch],
+        store: ParkedStore,
+        sessions: Sessions,
+        *,
+        chunkable: bool = True,
+    ) -> None:
+        self._chunkable = chunkable
+        self.batch = batch
+        self.store = store
+        self.sessions = sessions
+        self.by_row: list[Query | None] = [None] * batch.rows
+        self._new_prefill_batch = new_prefill_batch
+
+    @property
+    def occupied(self) -> list[tuple[int, Query]]:
+        """Rows in use and their owners."""
+        return [(row, query) for row, query in enumerate(self.by_row) if query is not None]
+
+    @property
+    def host_free_bytes(self) -> int:
+        """Bytes a park may take from the host pool: idle sessions make room."""
+        return self.store.pool.free_bytes + self.sessions.nbytes
+
+    def prefill_of(self, query: Query) -> Prefill:
+        """The query's prompt computation: under way, parked half done, after its session's, or new."""
+        if query.prefill is None:
+            parked = self._load(query) if query.on_host_tokens else None
+            known = self._load_session(query) if parked is None else parked
+            query.prefill = Prefill(self._new_prefill_batch(), known, divisible=self._chunkable)
+            if parked is not None:
+                self._discard(query)
+        return query.prefill
+
+    def expect_session(self, query: Query) -> None:
+        """Find out what its session would spare a query, where that may have changed."""
+        if query.session is None or not query.untouched:
+            return
+        kept = self.sessions.get(query.session)
+        if kept is not query.session_slice:
+            query.session_slice = kept
+            query.session_tokens = self.sessions.reusable_tokens(query.session, query.prompt_token_ids)
+
+    def keep_session(self, query: Query) -> None:
+        """Keep the slice of a finished turn for the next one, if there is room."""
+        if query.session is None or not self.sessions.most_bytes:
+            return
+        try:
+            kv = self._device_copy(query)
+        except torch.OutOfMemoryError:
+            return  # No room for the copy: the next turn is computed whole.
+        if kv is not None:
+            self.sessions.keep(query.session, query.to_cache_token_ids, kv)
+
+    def place(self, query: Query) -> int | None:
+        """Give the query a row and embed its KV, if it has any.
+
+        Returns:
+            The row; None if the parked copy was damaged, which leaves the query to be computed again.
+        """
+        kv = query.kv
+        if kv is None and query.on_host_tokens:
+            kv = self._load(query)
+            if kv is None:
+                return None
+        row = self._free_row(avoid=query.last_row)
+        if kv is not None:
+            self.batch.embed(row, kv)
+            query.replay_left = len(query.to_cache_token_ids) - kv.n_tokens
+        if query.on_host_tokens:
+            self._discard(query)
+        query.kv, query.row = None, row
+        self.by_row[row] = query
+        return row
+
+    def vacate(self, query: Query, mode: ParkMode) -> int | None:
+        """Take row and device memory from the query.
+
+        Returns:
+            Bytes kept in the host pool (0 if there was nothing to keep), or None if the KV was dropped.
+        """
+        kv = self._device_copy(query)
+        query.computed_tokens = max(query.computed_tokens, kv.n_tokens if kv else 0)
+        kept: int | None = 0
+        if kv is not None:
+            kept = self._store(query, kv) if mode is ParkMode.OFFLOAD else None
+            query.on_host_tokens = kv.n_tokens if kept is not None else 0
+        self._leave_device(query)
+        return kept
+
+    def release(self, query: Query) -> None:
+        """Forget everything of a query that has ended."""
+        self._leave_device(query)
+        query.session_slice, query.session_tokens = None, 0
+        self.store.forget(query.query_id)
+        query.on_host_tokens = 0
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where owners, rows and pool contradict each other."""
+        self.batch.check_integrity()
+        self.store.check_integrity()
+        self.sessions.check_integrity()
+        for row, owner in enumerate(self.by_row):
+            if (owner is not None) != bool(self.batch.lengths[row]):
+                raise AssertionError(f"row {row}: owner {owner}, {self.batch.lengths[row]} tokens")
+            if owner is not None and owner.row != row:
+                raise AssertionError(f"query {owner.query_id} believes to be in row {owner.row}, is in {row}")
+
+    def _device_copy(self, query: Query) -> KVSlice | None:
+        if query.row is not None:
+            return self.batch.extract(query.row) if self.batch.lengths[query.row] else None
+        if query.prefill is not None:
+            return query.prefill.slice() if query.prefill.done_tokens else None
+        return query.kv
+
+    def _leave_device(self, query: Query) -> None:
+        query.kv = query.prefill = None
+        if query.row is not None:
+            if self.batch.lengths[query.row]:
+                self.batch.free(query.row)
+            self.by_row[query.row] = None
+            query.last_row, query.row, query.replay_left = query.row, None, 0
+
+    def _store(self, query: Query, kv: KVSlice) -> int | None:
+        """Copy a slice to the host pool; returns its bytes, or None if it doesn't fit or the copy failed."""
+        self.sessions.make_room(kv.nbytes)
+        try:
+            ticket = self.store.begin_store(query.query_id, kv, self.batch.layout.digest)
+            self.store.finish_store(ticket)
+        except (HostPoolFullError, CopyFailedError):
+            return None
+        return kv.nbytes
+
+    def _load(self, query: Query) -> KVSlice | None:
+        """Bring the parked copy back; a damaged one is dropped and must be computed again."""
+        digest = self.batch.layout.digest
+        try:
+            return self.store.finish_load(
+                self.store.begin_load(query.query_id, self.batch.device, layout_hash=digest)
+            )
+        except (SliceCorruptError, CopyFailedError):
+            self.store.forget(query.query_id)
+            query.on_host_tokens = 0
+            return None
+
+    def _load_session(self, query: Query) -> KVSlice | None:
+        """Bring what the query's session spares it; from here on the query is on its own."""
+        query.session_slice, query.session_tokens = None, 0
+        if query.session is None:
+            return None
+        kv = self.sessions.load(query.session, query.prompt_token_ids)
+        if kv is not None:
+            query.cached_prompt_tokens = max(query.cached_prompt_tokens, kv.n_tokens)
+        return kv
+
+    def _discard(self, query: Query) -> None:
+        self.store.discard(query.query_id)
+        query.on_host_tokens = 0
+
+    def _free_row(self, avoid: int | None) -> int:
+        """An idle row; not the one the query had before, if there is a choice: nothing may depend on it."""
+        free = [row for row, owner in enumerate(self.by_row) if owner is None]
+        if not free:
+            raise RuntimeError("the plan gave out a row that is not free")
+        others = [row for row in free if row != avoid]
+        return (others or free)[0]

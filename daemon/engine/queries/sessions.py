@@ -1,0 +1,267 @@
+"""Kept slices of finished turns: the next turn of a chat computes only what is new.
+
+    kept      [ prompt of turn 1 | its output but the newest token ]
+    turn 2    [ prompt of turn 1 | its output | new words of the user ]
+              [ reused, from the host pool    | computed as usual     ]
+
+A session is a hint. The client sends the whole conversation as the prompt of every turn, so a slice that was
+evicted, replaced or damaged costs computation and never a token. Idle sessions take what parking leaves of
+the host pool: a parked query that needs the room gets it, the least recently used session goes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from batond.daemon.errors import InvalidRequestError
+from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    from batond.daemon.engine.model.layout import RecordLayout
+    from batond.offload.slice import KVSlice
+    from batond.offload.store import ParkedStore
+
+DEFAULT_TTL_S = 3600.0
+DEFAULT_SHARE = 4  # Idle sessions may take this part of the host pool: a quarter.
+MAX_SESSION_ID_CHARS = 256
+OWNER_MARK = "\0"  # Begins the names of sessions in the store; no query id has it.
+
+
+class SessionKey(NamedTuple):
+    """Whose conversation. The tenant is part of it: nobody reaches another tenant's slices."""
+
+    tenant: str
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSlice:
+    """The slice of a session's newest finished turn.
+
+    Attributes:
+        owner_id: Its name in the store.
+        token_ids: The tokens it stands for, int64 of shape [n].
+        nbytes: Bytes in the host pool.
+        used_s: When it was last used.
+    """
+
+    owner_id: str
+    token_ids: npt.NDArray[np.int64]
+    nbytes: int
+    used_s: float
+
+
+def check_session_id(session_id: object) -> str:
+    """Return the id, if it can name a session.
+
+    Raises:
+        InvalidRequestError: It is no text, empty, or too long.
+    """
+    if not isinstance(session_id, str) or not 0 < len(session_id) <= MAX_SESSION_ID_CHARS:
+        raise InvalidRequestError(
+            f"session_id must be a text of 1 to {MAX_SESSION_ID_CHARS} characters",
+            field="session_id",
+            limit=MAX_SESSION_ID_CHARS,
+        )
+    return session_id
+
+
+def reusable_tokens(kept: npt.NDArray[np.int64], prompt: Sequence[int], *, divisible: bool) -> int:
+    """How many tokens at the start of a prompt a kept slice stands for.
+
+    The last token of the prompt is always computed anew: the first output token is drawn from its logits.
+
+    Args:
+        kept: Tokens of the slice, shape [n].
+        prompt: Token ids of the new turn.
+        divisible: Whether the beginning of the slice is of use alone. With recurrent state it is not.
+    """
+    most = min(len(kept), len(prompt) - 1)
+    if most <= 0 or (not divisible and most < len(kept)):
+        return 0
+    differ = kept[:most] != np.fromiter(itertools.islice(prompt, most), dtype=np.int64, count=most)
+    common = int(differ.argmax()) if differ.any() else most
+    return common if divisible or common == len(kept) else 0
+
+
+class Sessions:
+    """Keeps the slices of finished turns in the host pool, the least recently used first to go.
+
+    Args:
+        store: Holds the bytes, beside those of parked queries.
+        layout: Of the slices.
+        device: Where slices are loaded to.
+        counters: Counts what is kept, evicted and reused.
+        most_bytes: Most bytes of all idle sessions together; 0 keeps none.
+        ttl_s: A session unused for so long is dropped in the next step.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        store: ParkedStore,
+        layout: RecordLayout,
+        device: torch.device,
+        counters: Counter[str],
+        *,
+        most_bytes: int,
+        ttl_s: float = DEFAULT_TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.most_bytes = most_bytes
+        self._store, self._layout, self._device = store, layout, device
+        self._counters, self._ttl_s, self._clock = counters, ttl_s, clock
+        self._kept: dict[SessionKey, KeptSlice] = {}  # Least recently used first.
+        self._numbers = itertools.count(1)
+        self._nbytes = 0
+        self._changed: set[SessionKey] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that idle sessions take in the host pool; a park may have them all."""
+        return self._nbytes
+
+    @property
+    def count(self) -> int:
+        """Number of sessions."""
+        return len(self._kept)
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the beginning of a slice is of use alone."""
+        return not self._layout.state_slots
+
+    def take_changed(self) -> set[SessionKey]:
+        """Sessions of which something else is kept since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def get(self, key: SessionKey) -> KeptSlice | None:
+        """What is kept of a session; None if nothing is."""
+        return self._kept.get(key)
+
+    def reusable_tokens(self, key: SessionKey, prompt: Sequence[int]) -> int:
+        """How many tokens of a prompt `load` would bring; changes nothing."""
+        kept = self._kept.get(key)
+        return 0 if kept is None else reusable_tokens(kept.token_ids, prompt, divisible=self.divisible)
+
+    def load(self, key: SessionKey, prompt: Sequence[int]) -> KVSlice | None:
+        """Bring what the prompt begins with to the device; the session stays.
+
+        Returns:
+            A slice of at least one and fewer than `len(prompt)` tokens; None if there is nothing of use. A
+            damaged session is dropped.
+        """
+        count = self.reusable_tokens(key, prompt)
+        if not count:
+            return None
+        kept = self._kept[key]
+        try:
+            ticket = self._store.begin_load(
+                kept.owner_id, self._device, layout_hash=self._layout.digest, first_tokens=count
+            )
+            kv = self._store.finish_load(ticket)
+        except SliceCorruptError:
+            self._drop(key)
+            return None
+        except (CopyFailedError, torch.OutOfMemoryError):
+            return None
+        self.touch(key)
+        self._counters["session_hits"] += 1
+        self._counters["session_tokens_reused"] += count
+        return kv
+
+    def touch(self, key: SessionKey) -> None:
+        """Make a session the most recently used."""
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._kept[key] = KeptSlice(kept.owner_id, kept.token_ids, kept.nbytes, self._clock())
+            self._changed.add(key)
+
+    def keep(self, key: SessionKey, token_ids: Sequence[int], kv: KVSlice) -> bool:
+        """Copy a finished turn's slice to the host pool, in place of the session's older one.
+
+        The older one goes first only where both have no room: the source is good until this returns.
+
+        Args:
+            key: The session.
+            token_ids: What the slice stands for, one a record.
+            kv: The slice; must not be used afterwards.
+
+        Returns:
+            Whether it was kept. One that is too large leaves the older one as it is.
+        """
+        if len(token_ids) != kv.n_tokens:
+            raise ValueError(f"{len(token_ids)} token ids for a slice of {kv.n_tokens}")
+        if kv.nbytes > min(self.most_bytes, self._store.pool.free_bytes + self._nbytes):
+            return False
+        if not self._fits(kv.nbytes):
+            self._drop(key)
+        while self._kept and not self._fits(kv.nbytes):
+            self._evict()
+        owner_id = f"{OWNER_MARK}session {next(self._numbers)}"
+        try:
+            self._store.finish_store(self._store.begin_store(owner_id, kv, self._layout.digest))
+        except (HostPoolFullError, CopyFailedError, MemoryError):
+            return False
+        self._drop(key)
+        self._kept[key] = KeptSlice(owner_id, np.asarray(token_ids, dtype=np.int64), kv.nbytes, self._clock())
+        self._changed.add(key)
+        self._nbytes += kv.nbytes
+        self._counters["sessions_kept"] += 1
+        return True
+
+    def make_room(self, nbytes: int) -> None:
+        """Evict until `nbytes` are free in the host pool; nobody, if that can't be reached."""
+        if nbytes > self._store.pool.free_bytes + self._nbytes:
+            return
+        while self._kept and self._store.pool.free_bytes < nbytes:
+            self._evict()
+
+    def expire(self) -> None:
+        """Drop what was not used for the time to live."""
+        oldest = self._clock() - self._ttl_s
+        while self._kept and next(iter(self._kept.values())).used_s < oldest:
+            self._evict()
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for key in list(self._kept):
+            self._drop(key)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where sessions, their bound and the store contradict each other."""
+        held = {kept.owner_id: self._store.parked_bytes(kept.owner_id) for kept in self._kept.values()}
+        stray = {owner for owner in self._store.owners if owner.startswith(OWNER_MARK)} - set(held)
+        if stray:
+            raise AssertionError(f"the store has slices of sessions that are not kept: {stray}")
+        for key, kept in self._kept.items():
+            if held[kept.owner_id] != kept.nbytes or self._layout.nbytes(len(kept.token_ids)) != kept.nbytes:
+                raise AssertionError(f"{key}: {kept} has {held[kept.owner_id]} bytes in the store")
+        if not sum(held.values()) == self._nbytes <= self.most_bytes:
+            raise AssertionError(f"sessions hold {held}, counted {self._nbytes} of {self.most_bytes} bytes")
+
+    def _fits(self, nbytes: int) -> bool:
+        return nbytes <= min(self.most_bytes - self._nbytes, self._store.pool.free_bytes)
+
+    def _evict(self) -> None:
+        self._drop(next(iter(self._kept)))
+        self._counters["sessions_evicted"] += 1
+
+    def _drop(self, key: SessionKey) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            self._changed.add(key)
+            self._store.forget(kept.owner_id)
+            self._nbytes -= kept.nbytes

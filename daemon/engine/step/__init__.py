@@ -1,0 +1,1 @@
+"""The parts of one step: prompts, packed prompts, decode."""

@@ -1,0 +1,1 @@
+"""What may be asked: sampling parameters and structured output, checked before a job is accepted."""
