@@ -37,6 +37,7 @@ from batond.clients.cli_input import (
     TokenIdsOption,
     TopKOption,
     TopPOption,
+    VerboseOption,
     add_prompt,
     job_options,
     job_state,
@@ -220,6 +221,7 @@ def generate(
     detached: Annotated[
         bool, typer.Option("--detached", help="Let the job go on if this command is interrupted.")
     ] = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Submit a job and stream its text; interrupting this cancels it."""
@@ -243,7 +245,7 @@ def generate(
     )
     text = add_prompt(options, prompt, system=system, chat=chat, token_ids=token_ids)
     with open_client(ctx) as client, client.generate(text, detached=detached, **options) as stream:
-        cli_print.follow(stream, as_json=as_json)
+        cli_print.follow(stream, as_json=as_json, verbose=verbose)
 
 
 @app.command()
@@ -254,11 +256,12 @@ def watch(
     from_token_index: Annotated[
         int, typer.Option("--from", min=0, help="Index of the first token wanted.")
     ] = 0,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Stream the text of a job; interrupting this leaves the job alone."""
     with open_client(ctx) as client, client.watch(job_id, from_token_index) as stream:
-        cli_print.follow(stream, as_json=as_json)
+        cli_print.follow(stream, as_json=as_json, verbose=verbose)
 
 
 @app.command()

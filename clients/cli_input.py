@@ -40,6 +40,12 @@ class Settings:
         )
 
 
+VerboseOption = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", "-v", help="Say on standard error when the job waits, starts or is parked, and why."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one value a line.")]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 TenantOption = Annotated[str, typer.Option(help="Whose job it is; your own tenant if left out.")]

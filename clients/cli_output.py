@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batond.clients import errors
-from batond.clients.model import Event, JobInfo, ServerInfo
+from batond.clients.model import Event, JobInfo, Preempted, Queued, Resumed, ServerInfo, Started
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,6 +56,32 @@ def usage_line(error: Exception) -> str:
 def to_json(value: object) -> str:
     """Gives one line of JSON; an event says in "event" what it is."""
     return json.dumps(_plain(value), ensure_ascii=False)
+
+
+def event_line(event: Event) -> str:
+    """Says in a line what became of a job's place; empty for output and the end, printed anyway."""
+    match event:
+        case Queued():
+            place = f"place {event.position}" if event.position else "waiting"
+            return f"-- queued in {event.effective_sla_class}: {place}"
+        case Started():
+            return f"-- started after {event.queue_time_s:.3f} s{_because(event.reason)}"
+        case Preempted():
+            kept = "KV kept" if event.kept else "to be computed again"
+            return f"-- {_choice(event.choice)}preempted, {kept}{_because(event.reason)}"
+        case Resumed():
+            return f"-- {_choice(event.choice)}resumed{_because(event.reason)}"
+        case _:
+            return ""
+
+
+def _because(reason: str) -> str:
+    """Gives the daemon's constant as it is: it may be newer than this program."""
+    return f": {reason}" if reason else ""
+
+
+def _choice(choice: int) -> str:
+    return f"choice {choice} " if choice else ""
 
 
 def job_table(job: JobInfo) -> Table:

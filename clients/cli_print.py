@@ -21,10 +21,11 @@ def console() -> Console:
     return Console(highlight=False, soft_wrap=False)
 
 
-def follow(stream: JobStream, *, as_json: bool) -> None:
+def follow(stream: JobStream, *, as_json: bool, verbose: bool = False) -> None:
     """Prints a stream as it comes; raises if the job does not succeed.
 
     As text, choice 0 is printed as it grows; other choices and log-probabilities follow at the end.
+    With `verbose`, what else happens goes to standard error, one line each.
     """
     job: JobInfo | None = None
     for event in stream:
@@ -35,6 +36,8 @@ def follow(stream: JobStream, *, as_json: bool) -> None:
         elif isinstance(event, Chunk) and event.choice == 0:
             typer.echo(event.text, nl=False)
             sys.stdout.flush()
+        if verbose and (line := cli_output.event_line(event)):
+            typer.echo(line, err=True)
     if job is None:
         raise CallCancelledError("the stream was closed before its end")
     if not as_json:

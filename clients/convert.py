@@ -62,7 +62,7 @@ def event(message: types_pb2.StreamEvent) -> model.Event | None:
             queued = message.queued
             found = model.Queued(queued.job_id, queued.position, queued.effective_sla_class)
         case "started":
-            found = model.Started(_seconds(message.started.queue_time))
+            found = model.Started(_seconds(message.started.queue_time), message.started.reason)
         case "chunk":
             found = _chunk(message.chunk)
         case "preempted":
@@ -70,7 +70,7 @@ def event(message: types_pb2.StreamEvent) -> model.Event | None:
                 message.preempted.reason, message.preempted.kept, message.preempted.choice
             )
         case "resumed":
-            found = model.Resumed(message.resumed.choice)
+            found = model.Resumed(message.resumed.choice, message.resumed.reason)
         case "finished":
             found = model.Finished(job(message.finished.job))
     return found

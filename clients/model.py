@@ -182,9 +182,16 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The job got its first row."""
+    """The job got its first row.
+
+    Attributes:
+        queue_time_s: How long it waited from being accepted.
+        reason: Why it got the row now: "row_free", "row_taken" (from a less urgent job), "batch".
+            Daemons newer than this client may know others; empty is not known.
+    """
 
     queue_time_s: float
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +219,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The job lost its row; `kept` says whether its KV was kept or will be computed again."""
+    """The job lost its row.
+
+    Attributes:
+        reason: Why: "row" or "kv_bytes" (what a more urgent job needed), "row_limit", "manual" (an operator),
+            "engine_restart". Daemons newer than this client may know others.
+        kept: Whether its KV was kept; if not, it is computed again.
+        choice: Which of its choices.
+    """
 
     reason: str
     kept: bool
@@ -221,9 +235,10 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The job has a row again."""
+    """The job has a row again; `reason` as in Started."""
 
     choice: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

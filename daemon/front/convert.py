@@ -195,12 +195,13 @@ def stream_event(
             shown.queued.effective_sla_class = event.record.sla_class
         case GotRow():
             shown.started.SetInParent()
+            shown.started.reason = event.reason
         case LostRow():
             shown.preempted.reason, shown.preempted.kept = event.cause, event.kept
             shown.preempted.choice = event.choice
         case CameBack():
             shown.resumed.SetInParent()
-            shown.resumed.choice = event.choice
+            shown.resumed.choice, shown.resumed.reason = event.choice, event.reason
         case _:
             shown.finished.job.CopyFrom(ended or job(event.record))
     return shown

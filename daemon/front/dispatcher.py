@@ -38,6 +38,7 @@ from batond.daemon.wire.messages import (
     CommandResult,
     HandBack,
     Park,
+    ParkCause,
     Preempted,
     Resume,
     SetPolicy,
@@ -466,7 +467,10 @@ class Dispatcher:
                 held.engine_deaths += 1
                 held.active = False
                 held.live.publish(
-                    [LostRow("engine_restart", kept=False, choice=index) for index in held.open_choices]
+                    [
+                        LostRow(ParkCause.ENGINE_RESTART, kept=False, choice=index)
+                        for index in held.open_choices
+                    ]
                 )
 
     # -- small pieces ---------------------------------------------------------------------------------

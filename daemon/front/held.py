@@ -270,14 +270,14 @@ class _StepBuilder:
                 self._held.active = self._moved = True
                 self._take(index, event)
             case Started():
-                self._start(index)
+                self._start(index, event.reason)
             case Preempted():
                 self._held.parks += 1
                 choice.parked = self._moved = True
                 self._events.append(LostRow(event.cause, event.kept, index))
             case Resumed():
                 choice.parked, self._moved = False, True
-                self._events.append(CameBack(index))
+                self._events.append(CameBack(index, event.reason))
             case Finished():
                 choice.finish_reason, choice.usage = event.finish_reason.value, event.usage
                 if len(self._held.choices) > 1:
@@ -329,13 +329,13 @@ class _StepBuilder:
         output.prompt_logprobs = output.prompt_logprobs or event.prompt_logprobs
         self._held.choices[index].token_ids += event.token_ids
 
-    def _start(self, index: int) -> None:
+    def _start(self, index: int, reason: str) -> None:
         """A row was given. A new engine starts a choice anew; for its watchers it comes back."""
         choice = self._held.choices[index]
         if choice.had_row:
-            self._events.append(CameBack(index))
+            self._events.append(CameBack(index, reason))
         elif not any(one.had_row for one in self._held.choices):
-            self._events.append(GotRow())
+            self._events.append(GotRow(reason))
         self._held.active = self._moved = choice.had_row = True
         choice.parked = False
 

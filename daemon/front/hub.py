@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GotRow:
-    """The job got its first row under this claim."""
+    """The job got its first row under this claim; `reason` is a RowReason."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LostRow:
-    """The job lost its row."""
+    """The job lost its row; `cause` is a ParkCause."""
 
     cause: str
     kept: bool
@@ -33,9 +35,10 @@ class LostRow:
 
 @dataclass(frozen=True, slots=True)
 class CameBack:
-    """The job has a row again."""
+    """The job has a row again; `reason` is a RowReason."""
 
     choice: int = 0
+    reason: str = ""
 
 
 LiveEvent: TypeAlias = Chunk | GotRow | LostRow | CameBack

@@ -40,6 +40,24 @@ class QueryState(enum.StrEnum):
     FAILED = "failed"
 
 
+class RowReason(enum.StrEnum):
+    """Why a query got a row, from `Plan.reasons`; the contract's `Started.reason`, `Resumed.reason`."""
+
+    ROW_FREE = "row_free"  # a row was idle
+    ROW_TAKEN = "row_taken"  # a less urgent query gave one away
+    BATCH = "batch"  # all rows were free: run-to-completion
+
+
+class ParkCause(enum.StrEnum):
+    """Why a query lost its row; the contract's `Preempted.reason`."""
+
+    ROW = "row"  # a more urgent query needed a row
+    KV_BYTES = "kv_bytes"  # a more urgent query needed memory of the batch
+    ROW_LIMIT = "row_limit"  # fewer rows may be used
+    MANUAL = "manual"  # an operator asked
+    ENGINE_RESTART = "engine_restart"  # the engine died; said by the front
+
+
 # -- commands: front -> engine ----------------------------------------------------------------------------
 
 
@@ -138,7 +156,7 @@ class Started(Message, frozen=True):
 
     query_id: str
     row: int
-    reason: str = ""  # As in `Plan.reasons`: "row_free", "row_taken", "batch".
+    reason: str = ""  # A RowReason.
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -164,7 +182,7 @@ class Preempted(Message, frozen=True):
     """The query lost its row, its work is kept (`kept`), or will be recomputed."""
 
     query_id: str
-    cause: str  # "row", "kv_bytes", "manual", ...
+    cause: str  # A ParkCause.
     kept: bool
     parked_bytes: int
     for_query_id: str = ""  # Whose need caused it, if anybody's.

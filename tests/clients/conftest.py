@@ -152,7 +152,7 @@ class FakeDaemon(jobs_pb2_grpc.JobServiceServicer, admin_pb2_grpc.AdminServiceSe
 
     def _events(self, job_id: str, first: int, context: grpc.ServicerContext) -> Iterator[dict[str, Any]]:
         yield {"queued": types_pb2.Queued(job_id=job_id, position=1, effective_sla_class="standard")}
-        yield {"started": types_pb2.Started(queue_time=duration_pb2.Duration(seconds=1))}
+        yield {"started": types_pb2.Started(queue_time=duration_pb2.Duration(seconds=1), reason="row_free")}
         index = 0
         for token_ids, text in CHUNKS:
             # A flush at the very index may come again: only the client knows whether it saw it.
@@ -161,7 +161,7 @@ class FakeDaemon(jobs_pb2_grpc.JobServiceServicer, admin_pb2_grpc.AdminServiceSe
                 yield {"chunk": chunk}
             if index == 2:
                 yield {"preempted": types_pb2.Preempted(reason="row", kept=True)}
-                yield {"resumed": types_pb2.Resumed()}
+                yield {"resumed": types_pb2.Resumed(reason="from_the_future")}
             index += len(token_ids)
         if self.endless:
             context.add_callback(self.ended.set)

@@ -45,7 +45,9 @@ def batonctl(
         code = cli.run()
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
-        assert captured.err.count("\n") == (1 if captured.err else 0), captured.err
+        errors = [line for line in captured.err.splitlines() if not line.startswith("-- ")]
+        assert len(errors) <= 1, captured.err
+        assert not captured.err or captured.err.endswith("\n")
         return Result(code, captured.out, captured.err)
 
     return run
@@ -110,6 +112,29 @@ def test_input_in_every_form(daemon: Any, batonctl: Callable[..., Result]) -> No
 def test_generate_streams_the_text(batonctl: Callable[..., Result], chunks: Any) -> None:
     text = "".join(text for _, text in chunks)
     assert batonctl("generate", "hello") == Result(0, text + "\n", "")
+
+
+def test_what_happens_to_the_place_is_said_beside_the_text(
+    daemon: Any, batonctl: Callable[..., Result], chunks: Any
+) -> None:
+    """A reason that is newer than the client is shown as it is."""
+    text = "".join(text for _, text in chunks)
+    lines = [
+        "-- queued in standard: place 1",
+        "-- started after 1.000 s: row_free",
+        "-- preempted, KV kept: row",
+        "-- resumed: from_the_future",
+    ]
+    result = batonctl("generate", "hello", "-v", "--id", "j")
+    assert (result.code, result.out, result.err.splitlines()) == (0, text + "\n", lines)
+    watched = batonctl("watch", "j", "--verbose", "--json")
+    assert watched.err.splitlines() == lines
+    events = [json.loads(line) for line in watched.out.splitlines()]
+    assert [event["reason"] for event in events if "reason" in event] == [
+        "row_free",
+        "row",
+        "from_the_future",
+    ]
 
 
 def test_generate_as_json(batonctl: Callable[..., Result], chunks: Any) -> None:

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batond.clients import Chunk, JobState, Preempted, Resumed
+from batond.clients import Chunk, JobState, Preempted, Resumed, Started
+from batond.daemon.wire.messages import ParkCause, RowReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from batond.bench.local_daemon import LocalDaemon
-    from batond.clients import JobStream
+    from batond.clients import Event, JobStream
 
     Solo = Callable[[list[int], int], list[int]]
     AfterTokens = Callable[[JobStream, int], None]
@@ -74,6 +75,35 @@ def test_a_stream_with_parks_joins_to_the_unary_result(
     assert whole.preemptions == 2
     assert sum(isinstance(event, Preempted) for event in events) == 2
     assert sum(isinstance(event, Resumed) for event in events) == 2
+
+
+def test_events_say_why(daemon: LocalDaemon, after_tokens: AfterTokens) -> None:
+    """S11: who is parked for somebody, and who gets in for somebody, hears the planner's reason."""
+    with daemon.client("red") as red, daemon.client("blue") as blue, daemon.operator() as operator:
+        low = [red.submit(token_ids=prompt(9 + place), max_tokens=300, **LOW) for place in range(2)]
+        events: list[Event] = []
+        streams = [red.watch(job.job_id) for job in low]
+        for stream in streams:
+            while stream.next_token_index < 40:
+                events.append(next(stream))
+        urgent = blue.submit(token_ids=prompt(20, 5), sla_class="interactive", max_tokens=80, ignore_eos=True)
+        with blue.watch(urgent.job_id) as stream:
+            urgent_events = list(stream)
+        for stream in streams:
+            events += stream
+        by_hand = red.submit(token_ids=prompt(12), max_tokens=300, **LOW)
+        with red.watch(by_hand.job_id) as stream:
+            after_tokens(stream, 20)
+            operator.park(by_hand.job_id, tenant="red")
+            operator.resume(by_hand.job_id, tenant="red")
+            held = list(stream)
+    taken = [event.reason for event in urgent_events if isinstance(event, Started)]
+    assert taken == [RowReason.ROW_TAKEN]
+    assert [event.reason for event in events if isinstance(event, Started)] == [RowReason.ROW_FREE] * 2
+    assert [event.reason for event in events if isinstance(event, Preempted)] == [ParkCause.ROW]
+    assert [event.reason for event in events if isinstance(event, Resumed)] == [RowReason.ROW_FREE]
+    assert [event.reason for event in held if isinstance(event, Preempted)] == [ParkCause.MANUAL]
+    assert [event.reason for event in held if isinstance(event, Resumed)] == [RowReason.ROW_FREE]
 
 
 def test_a_job_held_by_hand_waits_for_its_resume(

@@ -130,15 +130,18 @@ def test_a_job_is_parked_when_all_its_choices_are(hold: Hold) -> None:
         return Preempted(query_id=held.query_id(choice), cause="row", kept=True, parked_bytes=1)
 
     begun = held.digest(
-        [Started(query_id=held.query_id(0), row=0), Started(query_id=held.query_id(1), row=1)]
+        [
+            Started(query_id=held.query_id(0), row=0, reason="row_taken"),
+            Started(query_id=held.query_id(1), row=1, reason="row_free"),
+        ]
     )
-    assert begun.events == [GotRow()], "the job starts once"
+    assert begun.events == [GotRow("row_taken")], "the job starts once"
     assert held.digest([lost(1)]).commit.state is JobState.RUNNING
     step = held.digest([lost(0)])
     assert step.commit.state is JobState.PARKED
     assert step.events == [LostRow("row", kept=True)]
-    back = held.digest([Resumed(query_id=held.query_id(1), row=0)])
-    assert (back.commit.state, back.events) == (JobState.RUNNING, [CameBack(1)])
+    back = held.digest([Resumed(query_id=held.query_id(1), row=0, reason="row_free")])
+    assert (back.commit.state, back.events) == (JobState.RUNNING, [CameBack(1, "row_free")])
     assert held.digest([finished(held, 1)]).commit.state is None
     assert back.commit.preemptions == 2
 

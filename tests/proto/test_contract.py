@@ -1,5 +1,7 @@
 """The contract keeps its rules, and the committed modules are what the generator makes of it."""
 
+import enum
+import re
 import shutil
 import subprocess
 import sys
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from batond.daemon.wire.messages import ParkCause, RowReason
 from batond.v1 import admin_pb2, jobs_pb2, types_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,3 +133,13 @@ def test_services_have_the_promised_calls() -> None:
         "ResumeJob",
         "Drain",
     }
+
+
+@pytest.mark.parametrize(("message", "kind"), [("Started", RowReason), ("Preempted", ParkCause)])
+def test_reasons_are_a_closed_list(message: str, kind: type[enum.StrEnum]) -> None:
+    """The contract's comment names all reasons that front and planner know, and no other."""
+    text = (ROOT / "proto" / "batond" / "v1" / "types.proto").read_text(encoding="utf-8")
+    body = text.partition(f"message {message} {{")[2].partition("\n}")[0]
+    comment = re.search(r"((?: *//[^\n]*\n)+) *string reason = ", body)
+    assert comment
+    assert set(re.findall(r'"(\w+)"', comment[1])) == {one.value for one in kind}

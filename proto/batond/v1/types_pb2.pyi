@@ -265,10 +265,12 @@ class Queued(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., position: _Optional[int] = ..., effective_sla_class: _Optional[str] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("queue_time",)
+    __slots__ = ("queue_time", "reason")
     QUEUE_TIME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     queue_time: _duration_pb2.Duration
-    def __init__(self, queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    reason: str
+    def __init__(self, queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
     __slots__ = ("first_token_index", "token_ids", "text", "choice", "logprobs", "prompt_logprobs", "finish_reason")
@@ -299,10 +301,12 @@ class Preempted(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., kept: bool = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Resumed(_message.Message):
-    __slots__ = ("choice",)
+    __slots__ = ("choice", "reason")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     choice: int
-    def __init__(self, choice: _Optional[int] = ...) -> None: ...
+    reason: str
+    def __init__(self, choice: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("job",)
