@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 from itertools import count
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from batond.daemon.scheduler.line import Line
 from batond.daemon.scheduler.plan import BatchView, ParkMode
 from batond.daemon.scheduler.planner import Planner
+from batond.daemon.simulator.fair_queue import NEVER_MS, Spent
 from batond.policies.base import Phase, QueryView, TracksEnds
 from batond.policies.registry import load_policy
 
@@ -37,6 +39,9 @@ class Query:
         to_prefill_tokens: Tokens to compute before it can decode.
         progress_s: When it last got anywhere; its arrival at first.
         starved_s: Longest time it got nowhere.
+        had_row: Its longest queue time does not count any more.
+        refused: It was not accepted: too large, or the queue or its tenant's part of it was full.
+        late: It failed, past its time limit or its longest queue time.
     """
 
     request: Request
@@ -55,7 +60,31 @@ class Query:
     end_s: float = math.nan
     progress_s: float = 0.0
     starved_s: float = 0.0
+    had_row: bool = False
     refused: bool = False
+    late: bool = False
+
+    @property
+    def served(self) -> bool:
+        """Whether it got all its tokens, or will."""
+        return not (self.refused or self.late)
+
+    @property
+    def deadline_s(self) -> float:
+        """When its last token must be out; infinity is never."""
+        return self.request.arrival_s + self.request.time_limit_s
+
+    @property
+    def due_s(self) -> float:
+        """When it fails as things stand; infinity is never."""
+        if self.had_row or self.sla.longest_queue_s is None:
+            return self.deadline_s
+        return min(self.deadline_s, self.request.arrival_s + self.sla.longest_queue_s)
+
+    @property
+    def due_ms(self) -> int:
+        """The same for the queue."""
+        return NEVER_MS if math.isinf(self.due_s) else int(self.due_s * 1000)
 
     @property
     def left_tokens(self) -> int:
@@ -89,6 +118,7 @@ class Query:
             reserved_bytes=self.reserved_bytes(token_bytes),
             park_bytes=nbytes,
             to_prefill_tokens=self.to_prefill_tokens,
+            deadline_s=self.deadline_s,
             ttft_target_s=sla.ttft_target_s,
             tpot_target_s=sla.tpot_target_s,
             tenant_weight=self.weight,
@@ -98,6 +128,12 @@ class Query:
         """Note that it got somewhere in a step that began at `start_s`."""
         self.starved_s = max(self.starved_s, start_s - self.progress_s)
         self.progress_s = end_s
+
+    def fail_late(self, now_s: float) -> None:
+        """Note that it is over without its tokens."""
+        self.late = True
+        self.end_s = now_s
+        self.progressed(now_s, now_s)
 
 
 @dataclass(slots=True)
@@ -136,6 +172,8 @@ class Engine:
         self._park_seqs = count(1)
         self._host_bytes = setup.host_pool_bytes
         self._held: dict[str, int] = dict.fromkeys(setup.classes.names, 0)
+        self._timers: list[tuple[float, int, Query]] = []
+        self._ended: list[str] = []
         self.emitted: list[tuple[Query, int, int]] = []
         self.usage = Usage()
 
@@ -144,29 +182,41 @@ class Engine:
         """Whether there is nothing to do."""
         return not self._queries
 
-    def claim(self, queue: FairQueue[Query]) -> None:
+    def claim(self, queue: FairQueue[Query], now_s: float) -> None:
         """Claim as the dispatcher does: rows and a few more of every class, the most urgent class first."""
         most = self._setup.rows + self._setup.claim_ahead
         for name in self._setup.classes.names:
-            for query in queue.claim(name, most - self._held[name]):
+            for query in queue.claim(name, most - self._held[name], int(now_s * 1000)):
                 self._held[name] += 1
                 query.to_prefill_tokens = query.request.prompt_tokens
                 self._queries[str(query.seq)] = query
+                self._watch_time(query)
                 self._note(query)
 
     def rowless(self) -> Iterator[Query]:
         """Claimed queries that have no row."""
         return (query for query in self._queries.values() if query.phase is not Phase.RUNNING)
 
-    def settle(self, queue: FairQueue[Query]) -> None:
-        """Commit the last step: charge its tokens."""
-        for query, _, output_tokens in self.emitted:
-            if output_tokens:
-                queue.charge(query.sla.name, query.request.tenant, output_tokens)
-        self.emitted = []
+    def settle(self, queue: FairQueue[Query], now_s: float) -> None:
+        """Commit the last step: charge its tokens, and end those that are late, as the daemon's timers do."""
+        while self._timers and self._timers[0][0] <= now_s:
+            _, _, query = heapq.heappop(self._timers)
+            if str(query.seq) in self._queries and query.due_s <= now_s:
+                query.fail_late(now_s)
+                self._let_go(query)
+        spent = [
+            Spent(query.sla.name, query.request.tenant, tokens) for query, _, tokens in self.emitted if tokens
+        ]
+        if spent or self._ended:
+            queue.commit(spent, self._ended, int(now_s * 1000))
+        self.emitted, self._ended = [], []
 
-    def step(self, now_s: float, next_arrival_s: float) -> float:
+    def step(self, now_s: float, until_s: float) -> float:
         """Do one step, or several in which nothing is decided; gives its end.
+
+        Args:
+            now_s: When it begins.
+            until_s: When something may come that has to be decided.
 
         Raises:
             RuntimeError: Nobody can move: a defect.
@@ -179,7 +229,8 @@ class Engine:
         if self._running:
             cached = sum(query.cached_tokens for query in self._running.values())
             if plan.empty:
-                steps = self._leap(cached, next_arrival_s - now_s)
+                until_s = min(until_s, self._timers[0][0] if self._timers else math.inf)
+                steps = self._leap(cached, until_s - now_s)
             cost_s += self._costs.decode_s(len(self._running), cached, steps)
         elif plan.empty:
             raise RuntimeError(f"nobody can move at {now_s} s; blocked: {plan.blocked}")
@@ -251,6 +302,7 @@ class Engine:
                 self._host_bytes += nbytes
                 copied += nbytes
             query.phase, query.park_seq, query.since_admission_tokens = Phase.RUNNING, 0, 0
+            query.had_row = True
             self._running[query_id] = query
         return copied * self._costs.park_byte_s
 
@@ -292,9 +344,20 @@ class Engine:
                 self._line.put(view)
                 continue
             query.end_s = end_s
-            if self._tracks is not None:
-                self._tracks.on_end(view)
-            self._line.remove(query_id)
-            self._running.pop(query_id, None)
-            del self._queries[query_id]
-            self._held[query.sla.name] -= 1
+            self._let_go(query)
+
+    def _watch_time(self, query: Query) -> None:
+        for due_s in {query.due_s, query.deadline_s} - {math.inf}:
+            heapq.heappush(self._timers, (due_s, query.seq, query))
+
+    def _let_go(self, query: Query) -> None:
+        query_id = str(query.seq)
+        if self._tracks is not None:
+            self._tracks.on_end(query.view(self._costs.kv_token_bytes))
+        if query.on_host:
+            self._host_bytes += query.cached_tokens * self._costs.kv_token_bytes
+        self._line.remove(query_id)
+        self._running.pop(query_id, None)
+        del self._queries[query_id]
+        self._held[query.sla.name] -= 1
+        self._ended.append(query.request.tenant)

@@ -32,10 +32,12 @@ class Group:
     Attributes:
         sla_class: Name of the class.
         tenant: Name; empty is the whole class.
-        requests: That ended.
+        requests: That got all their tokens; latencies, parks and the last end are theirs.
+        late: That failed, past their time limit or longest queue time.
+        refused: That were not accepted: too large, or the queue or the tenant's part of it was full.
         ttft_s: Arrival to first token.
         tpot_s: One token to the next, mean of a request; of those with two tokens or more.
-        met: Part of the requests within both targets of the class.
+        met: Part of all requests, late and refused ones too, within both targets of the class.
         goodput_per_s: Such requests a second, over the whole run.
         tokens_per_s: Output tokens a second while requests arrive.
         parks: All together.
@@ -46,6 +48,8 @@ class Group:
     sla_class: str
     tenant: str
     requests: int
+    late: int
+    refused: int
     ttft_s: Spread
     tpot_s: Spread
     met: float
@@ -63,7 +67,8 @@ class Report:
     Attributes:
         policy: Name.
         groups: Every class, each followed by its tenants if there are several.
-        refused: Requests larger than the KV of a daemon.
+        late: Requests that failed, past their time limit or longest queue time.
+        refused: Requests that were not accepted.
         parks: Rows taken.
         recomputes: Parks without room in the host pool.
         jain: Fairness of token shares over weights among tenants of a class that waited on, 1 is equal; not a
@@ -77,6 +82,7 @@ class Report:
 
     policy: str
     groups: tuple[Group, ...]
+    late: int
     refused: int
     parks: int
     recomputes: int
@@ -116,10 +122,9 @@ def tpot_s(query: Query) -> float:
 
 def report(outcome: Outcome) -> Report:
     """Sum up a run."""
-    served = [query for query in outcome.queries if not query.refused]
     by_class: dict[str, list[Query]] = defaultdict(list)
     by_line: dict[tuple[str, str], list[Query]] = defaultdict(list)
-    for query in served:
+    for query in outcome.queries:
         by_class[query.sla.name].append(query)
         by_line[query.sla.name, query.request.tenant].append(query)
     groups: list[Group] = []
@@ -135,11 +140,12 @@ def report(outcome: Outcome) -> Report:
     return Report(
         policy=outcome.policy,
         groups=tuple(groups),
-        refused=len(outcome.queries) - len(served),
+        late=sum(query.late for query in outcome.queries),
+        refused=sum(query.refused for query in outcome.queries),
         parks=sum(one.parks for one in usage),
         recomputes=sum(one.recomputes for one in usage),
         jain=jain(outcome),
-        starved_s=max((query.starved_s for query in served), default=0.0),
+        starved_s=max((query.starved_s for query in outcome.queries), default=0.0),
         busy=sum(one.busy_s for one in usage) / fleet_s,
         rows_taken=sum(one.row_s for one in usage) / (fleet_s * outcome.setup.rows),
         duration_s=duration_s,
@@ -158,9 +164,7 @@ def jain(outcome: Outcome) -> float:
         competing = before.waiting & window.waiting
         for name in {sla_class for sla_class, _ in competing}:
             shares = [
-                window.served[line] / outcome.setup.weights.get(line[1], 1.0)
-                for line in competing
-                if line[0] == name
+                window.served[line] / outcome.setup.weight(line[1]) for line in competing if line[0] == name
             ]
             if len(shares) > 1 and sum(shares) > 0:
                 squares = sum(share * share for share in shares)
@@ -170,8 +174,9 @@ def jain(outcome: Outcome) -> float:
 
 def _group(outcome: Outcome, name: str, tenant: str, queries: Sequence[Query]) -> Group:
     sla = outcome.setup.classes.get(name)
+    served = [query for query in queries if query.served]
     met = sum(
-        ttft_s(query) <= sla.ttft_target_s and not tpot_s(query) > sla.tpot_target_s for query in queries
+        ttft_s(query) <= sla.ttft_target_s and not tpot_s(query) > sla.tpot_target_s for query in served
     )
     # Windows that lie wholly in the time of arrivals; all of them for a short trace.
     arriving = max(1, int(outcome.queries[-1].request.arrival_s // WINDOW_S))
@@ -179,9 +184,11 @@ def _group(outcome: Outcome, name: str, tenant: str, queries: Sequence[Query]) -
     return Group(
         sla_class=name,
         tenant=tenant,
-        requests=len(queries),
-        ttft_s=spread([ttft_s(query) for query in queries]),
-        tpot_s=spread([tpot_s(query) for query in queries if query.request.output_tokens > 1]),
+        requests=len(served),
+        late=sum(query.late for query in queries),
+        refused=sum(query.refused for query in queries),
+        ttft_s=spread([ttft_s(query) for query in served]),
+        tpot_s=spread([tpot_s(query) for query in served if query.request.output_tokens > 1]),
         met=met / len(queries),
         goodput_per_s=met / max(outcome.end_s, math.ulp(1.0)),
         tokens_per_s=sum(
@@ -193,5 +200,5 @@ def _group(outcome: Outcome, name: str, tenant: str, queries: Sequence[Query]) -
         / (WINDOW_S * len(windows)),
         parks=sum(query.parks for query in queries),
         starved_s=max(query.starved_s for query in queries),
-        last_end_s=max(query.end_s for query in queries),
+        last_end_s=max((query.end_s for query in served), default=math.nan),
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from batond.daemon.errors import ConfigError
+from batond.daemon.queue.limits import NO_LIMITS, TenantLimits
 from batond.daemon.scheduler.victims import PlannerLimits
 from batond.policies.classes import SlaClasses
 
@@ -27,7 +28,8 @@ class Setup:
         host_pool_bytes: For parked KV, of each daemon.
         classes: SLA classes.
         limits: Quantum and park cap.
-        weights: Of tenants; 1 where none is named.
+        tenants: Shares and quotas; weight 1 and no quota where none is named.
+        max_queued: Jobs that may wait; more are refused. 0 is no bound.
         noise: Steps take up to this part longer or shorter, evenly drawn; 0 is exact.
         seed: Of the noise, and of who is first of daemons that are free at the same time.
 
@@ -44,18 +46,27 @@ class Setup:
     host_pool_bytes: int = 64 << 30
     classes: SlaClasses = field(default_factory=SlaClasses)
     limits: PlannerLimits = field(default_factory=PlannerLimits)
-    weights: dict[str, float] = field(default_factory=dict)
+    tenants: dict[str, TenantLimits] = field(default_factory=dict)
+    max_queued: int = 10_000
     noise: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what can't be simulated."""
-        least = {"daemons": 1, "rows": 1, "chunk_tokens": 1, "ready_limit": 0, "host_pool_bytes": 0}
+        least = {"daemons": 1, "rows": 1, "chunk_tokens": 1, "ready_limit": 0}
+        least |= {"host_pool_bytes": 0, "max_queued": 0}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise ConfigError(f"{name} must be at least {lowest}, not {getattr(self, name)}", field=name)
         if not 0 <= self.noise < 1:
             raise ConfigError(f"noise must be from 0 to below 1, not {self.noise}", field="noise")
-        for tenant, weight in self.weights.items():
-            if not 0 < weight < float("inf"):
-                raise ConfigError(f"the weight of tenant {tenant} must be above 0, not {weight}")
+
+    def weight(self, tenant: str) -> float:
+        """Share of a tenant."""
+        return self.tenants.get(tenant, NO_LIMITS).weight
+
+    def unbounded(self) -> Setup:
+        """The same fleet without quotas and bounds on waiting."""
+        tenants = {name: TenantLimits(weight=one.weight) for name, one in self.tenants.items()}
+        classes = SlaClasses(replace(sla, longest_queue_s=None) for sla in self.classes)
+        return replace(self, tenants=tenants, max_queued=0, classes=classes)

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 def print_tables(console: Console, reports: Sequence[Report]) -> None:
     """Print policies side by side: a line for each class, tenant and policy, then one for each policy."""
     latency = _table("latency", ["", "policy"], _numbered("TTFT", "s") + _numbered("TPOT", "ms"))
-    service = _table(
-        "service", ["", "policy"], ["requests", "in target", "goodput/s", "tokens/s", "parks", "starved s"]
-    )
+    names = ["requests", "late", "refused", "in target", "goodput/s", "tokens/s", "parks", "starved s"]
+    service = _table("service", ["", "policy"], names)
     for same in zip(*(one.groups for one in reports), strict=True):
         for one, group in zip(reports, same, strict=True):
             head = (f"  {group.tenant}" if group.tenant else group.sla_class, one.policy)
@@ -37,6 +36,8 @@ def print_tables(console: Console, reports: Sequence[Report]) -> None:
             service.add_row(
                 *head,
                 str(group.requests),
+                str(group.late),
+                str(group.refused),
                 f"{group.met:.1%}",
                 f"{group.goodput_per_s:.2f}",
                 f"{group.tokens_per_s:.0f}",
@@ -70,6 +71,7 @@ def _totals(reports: Sequence[Report]) -> Table:
         "rows taken",
         "parks",
         "recomputed",
+        "late",
         "refused",
         "Jain",
         "starved s",
@@ -84,6 +86,7 @@ def _totals(reports: Sequence[Report]) -> Table:
             f"{one.rows_taken:.0%}",
             str(one.parks),
             str(one.recomputes),
+            str(one.late),
             str(one.refused),
             "-" if math.isnan(one.jain) else f"{one.jain:.3f}",
             f"{one.starved_s:.1f}",
@@ -131,7 +134,7 @@ def plot(path: Path, outcomes: Sequence[Outcome]) -> None:
     names = [
         name
         for name in outcomes[0].setup.classes.names
-        if any(query.sla.name == name and not query.refused for query in outcomes[0].queries)
+        if any(query.sla.name == name and query.served for query in outcomes[0].queries)
     ]
     figure = load_plotter()(figsize=(9, 3 * len(names)), layout="constrained")
     axes = figure.subplots(len(names), 2, squeeze=False)
@@ -155,7 +158,7 @@ def _curves(
         values = sorted(
             value
             for query in outcome.queries
-            if query.sla.name == name and not query.refused and not math.isnan(value := measure(query))
+            if query.sla.name == name and query.served and not math.isnan(value := measure(query))
         )
         parts = [(place + 1) / len(values) for place in range(len(values))]
         axes.plot(values, parts, label=outcome.policy)

@@ -30,6 +30,7 @@ class Request:
         output_tokens: Tokens it emits, at least 1; also the most it asks for.
         tenant: Who pays.
         sla_class: Name of its class.
+        time_limit_s: Seconds from its arrival in which its last token must be out; infinity is no limit.
     """
 
     arrival_s: float
@@ -37,10 +38,11 @@ class Request:
     output_tokens: int
     tenant: str = DEFAULT_TENANT
     sla_class: str = "standard"
+    time_limit_s: float = math.inf
 
 
 def read_trace(path: Path) -> list[Request]:
-    """Read `arrival_s,prompt_tokens,output_tokens[,tenant][,class]`, in any order; sorted by arrival.
+    """Read `arrival_s,prompt_tokens,output_tokens[,tenant][,class][,time_limit_s]`; sorted by arrival.
 
     Raises:
         ConfigError: The file can't be read, lacks a column, has no rows, or a value makes no sense; the
@@ -53,7 +55,7 @@ def read_trace(path: Path) -> list[Request]:
             if missing:
                 raise ConfigError(
                     f"{path} lacks the columns {', '.join(missing)}; a trace has {','.join(NEEDED)}"
-                    " and may have tenant and class",
+                    " and may have tenant, class and time_limit_s",
                     field="trace",
                 )
             requests = [_request(path, reader.line_num, row) for row in reader]
@@ -68,6 +70,7 @@ def _request(path: Path, line: int, row: Mapping[str, str | None]) -> Request:
     try:
         arrival_s = float(row["arrival_s"] or "")
         prompt, output = int(row["prompt_tokens"] or ""), int(row["output_tokens"] or "")
+        limit_s = float(row.get("time_limit_s") or math.inf)
     except ValueError as error:
         raise ConfigError(f"{path}, line {line}: {error}", field="trace") from error
     if not (math.isfinite(arrival_s) and arrival_s >= 0 and prompt > 0 and output > 0):
@@ -76,9 +79,12 @@ def _request(path: Path, line: int, row: Mapping[str, str | None]) -> Request:
             f" at least 1, not {arrival_s:g}, {prompt}, {output}",
             field="trace",
         )
-    return Request(
-        arrival_s, prompt, output, row.get("tenant") or DEFAULT_TENANT, row.get("class") or "standard"
-    )
+    if not limit_s > 0:
+        raise ConfigError(
+            f"{path}, line {line}: time_limit_s must be above 0, not {limit_s:g}", field="trace"
+        )
+    tenant, sla_class = row.get("tenant") or DEFAULT_TENANT, row.get("class") or "standard"
+    return Request(arrival_s, prompt, output, tenant, sla_class, limit_s)
 
 
 def busiest(requests: Sequence[Request], window_s: float) -> list[Request]:
@@ -125,6 +131,16 @@ def with_classes(
                 field="classes",
             )
     return mapped
+
+
+def with_time_limits(requests: Sequence[Request], by_class: Mapping[str, float]) -> list[Request]:
+    """Give the requests of named classes a time limit, in seconds, where they have none."""
+    return [
+        replace(request, time_limit_s=by_class[request.sla_class])
+        if request.sla_class in by_class and request.time_limit_s == math.inf
+        else request
+        for request in requests
+    ]
 
 
 def of_class(requests: Sequence[Request], name: str) -> list[Request]:

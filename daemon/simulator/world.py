@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from batond.daemon.simulator.trace import Request
 
 WINDOW_S: Final = 10.0
+#: As in the daemon: without a wake-up it claims so often; late jobs that wait are failed so often.
+IDLE_CLAIM_S: Final = 1.0
+REAP_EVERY_S: Final = 1.0
 
 Line = tuple[str, str]  # Class and tenant.
 
@@ -71,11 +75,14 @@ class World:
 
     def __init__(self, setup: Setup, policy: str, requests: Sequence[Request]) -> None:
         self._setup, self._policy = setup, policy
-        self._queue: FairQueue[Query] = FairQueue(setup.weights)
+        self._queue: FairQueue[Query] = FairQueue(setup.tenants, setup.max_queued)
         self._dice = random.Random(setup.seed)  # noqa: S311 - noise and ties, no secret
         self._engines = [Engine(setup, policy, self._dice) for _ in range(setup.daemons)]
         self._queries = [self._query(seq, request) for seq, request in enumerate(requests, 1)]
         self._coming = 0
+        self._events: list[tuple[float, float, int]] = []
+        self._next_s = [math.inf] * setup.daemons
+        self._reap_s = 0.0
         self._windows: list[Window] = []
 
     def run(self, on_done: Callable[[int], None] = lambda _: None) -> Outcome:
@@ -85,40 +92,67 @@ class World:
             on_done: Told, now and then, how many requests have arrived.
         """
         ticks = count()
-        events = [(0.0, self._dice.random(), index) for index in range(len(self._engines))]
-        heapq.heapify(events)
-        while events:
-            now_s, _, index = heapq.heappop(events)
-            engine = self._engines[index]
-            engine.settle(self._queue)
-            self._arrive(now_s)
-            self._open_windows(now_s)
-            engine.claim(self._queue)
-            next_s = self._next_arrival_s()
-            if not engine.idle:
-                end_s = engine.step(now_s, next_s)
-                self._record(engine, end_s)
-                heapq.heappush(events, (end_s, self._dice.random(), index))
-            elif next_s < float("inf"):
-                heapq.heappush(events, (next_s, self._dice.random(), index))
+        for index in range(len(self._engines)):
+            self._schedule(index, 0.0)
+        while self._events:
+            now_s, _, index = heapq.heappop(self._events)
+            if self._next_s[index] == now_s:  # Else it was woken earlier.
+                self._next_s[index] = math.inf
+                self._turn(index, now_s)
             if next(ticks) % 512 == 0:
                 on_done(self._coming)
         on_done(self._coming)
-        served = [query for query in self._queries if not query.refused]
+        ended = (query.end_s for query in self._queries if not query.refused)
         return Outcome(
             policy=self._policy,
             setup=self._setup,
             queries=self._queries,
             windows=self._windows,
             usage=[engine.usage for engine in self._engines],
-            end_s=max((query.end_s for query in served), default=0.0),
+            end_s=max(ended, default=0.0),
         )
 
+    def _turn(self, index: int, now_s: float) -> None:
+        """What a daemon does between two steps, and its next step."""
+        engine = self._engines[index]
+        engine.settle(self._queue, now_s)
+        self._arrive(now_s)
+        self._reap(now_s)
+        self._open_windows(now_s)
+        engine.claim(self._queue, now_s)
+        self._fail_late(now_s)
+        next_s = self._next_arrival_s()
+        if self._queue.has_waiting:
+            next_s = min(next_s, now_s + IDLE_CLAIM_S)
+        if not engine.idle:
+            end_s = engine.step(now_s, next_s)
+            self._record(engine, end_s)
+            self._schedule(index, end_s)
+        elif next_s < math.inf:
+            self._schedule(index, next_s)
+        if self._queue.woken:
+            self._queue.woken = False
+            for other, one in enumerate(self._engines):
+                if one.idle and self._next_s[other] > now_s:
+                    self._schedule(other, now_s)
+
+    def _schedule(self, index: int, at_s: float) -> None:
+        self._next_s[index] = at_s
+        heapq.heappush(self._events, (at_s, self._dice.random(), index))
+
+    def _reap(self, now_s: float) -> None:
+        if now_s >= self._reap_s:
+            self._reap_s = now_s + REAP_EVERY_S
+            self._queue.reap(int(now_s * 1000))
+
+    def _fail_late(self, now_s: float) -> None:
+        for query in self._queue.late:
+            query.fail_late(now_s)
+        self._queue.late.clear()
+
     def _query(self, seq: int, request: Request) -> Query:
-        weight = self._setup.weights.get(request.tenant, 1.0)
-        query = Query(
-            request, self._setup.classes.get(request.sla_class), seq, weight, progress_s=request.arrival_s
-        )
+        sla, weight = self._setup.classes.get(request.sla_class), self._setup.weight(request.tenant)
+        query = Query(request, sla, seq, weight, progress_s=request.arrival_s)
         costs = self._setup.costs
         query.refused = 0 < costs.kv_bytes < query.reserved_bytes(costs.kv_token_bytes)
         return query
@@ -133,8 +167,10 @@ class World:
             query = self._queries[self._coming]
             self._coming += 1
             if not query.refused:
-                request = query.request
-                self._queue.add(request.sla_class, request.tenant, request.prompt_tokens, query)
+                one = query.request
+                query.refused = not self._queue.add(
+                    one.sla_class, one.tenant, one.prompt_tokens, query, query.due_ms
+                )
 
     def _open_windows(self, now_s: float) -> None:
         while now_s >= WINDOW_S * len(self._windows):
@@ -158,7 +194,7 @@ class World:
 def saturated_s(setup: Setup, requests: Sequence[Request]) -> float:
     """Seconds the fleet takes for all requests when all are there at once, first come first served.
 
-    The number of requests over it is the capacity for this mix.
+    The number of requests over it is the capacity for this mix; quotas and time limits don't count.
     """
-    at_once = [replace(request, arrival_s=0.0) for request in requests]
-    return World(setup, "fcfs", at_once).run().end_s
+    at_once = [replace(request, arrival_s=0.0, time_limit_s=math.inf) for request in requests]
+    return World(setup.unbounded(), "fcfs", at_once).run().end_s

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from batond.daemon.simulator.fair_queue import FairQueue
+from batond.daemon.queue.limits import TenantLimits
+from batond.daemon.simulator.fair_queue import FairQueue, Spent
 
 
 def fill(queue: FairQueue[str], tenant: str, jobs: int, prompt_tokens: int = 10) -> None:
@@ -18,7 +19,7 @@ def test_tenants_take_turns_however_many_jobs_they_send() -> None:
 
 
 def test_a_weight_of_two_gets_twice_as_much() -> None:
-    queue: FairQueue[str] = FairQueue({"a": 2.0})
+    queue: FairQueue[str] = FairQueue({"a": TenantLimits(weight=2.0)})
     fill(queue, "a", 60)
     fill(queue, "b", 60)
     taken = list(queue.claim("batch", 30))
@@ -30,7 +31,7 @@ def test_output_counts_and_idle_time_gives_no_credit() -> None:
     fill(queue, "a", 50)
     fill(queue, "b", 50)
     assert list(queue.claim("batch", 2)) == ["a0", "b0"]
-    queue.charge("batch", "a", 25)
+    queue.commit([Spent("batch", "a", 25)], [])
     assert [job[0] for job in queue.claim("batch", 4)] == ["b", "b", "b", "a"]
     fill(queue, "c", 50)  # Was idle; begins where the others are.
     assert sum(job[0] == "c" for job in queue.claim("batch", 12)) <= 5

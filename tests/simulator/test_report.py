@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from batond.daemon.queue.limits import TenantLimits
 from batond.daemon.simulator.report import report, spread
 from batond.daemon.simulator.trace import Request
 
@@ -32,7 +33,7 @@ def test_the_queue_shares_fairly_and_by_weight(simulate: Callable[..., Outcome])
     even = simulate(two_tenants(), "fcfs")
     assert report(even).jain > 0.95
     # With these weights b is owed three quarters; its share over its weight is again a's.
-    weighted = simulate(two_tenants(), "fair", weights={"b": 3.0})
+    weighted = simulate(two_tenants(), "fair", tenants={"b": TenantLimits(weight=3.0)})
     assert report(weighted).jain > 0.9
     served = weighted.windows[1].served
     assert served["batch", "b"] == pytest.approx(3 * served["batch", "a"], rel=0.3)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from batond.daemon.queue.limits import TenantLimits
 from batond.daemon.simulator.report import report, ttft_s
 from batond.daemon.simulator.setup import Setup
 from batond.daemon.simulator.trace import Request
 from batond.daemon.simulator.world import saturated_s
+from batond.policies.base import Phase
+from batond.policies.classes import SlaClasses
 from batond.policies.registry import policy_names
 
 if TYPE_CHECKING:
@@ -108,3 +112,78 @@ def test_what_never_fits_is_refused(simulate: Callable[..., Outcome], costs: Ste
     assert report(outcome).refused == 2
     assert math.isnan(outcome.queries[1].end_s)
     assert not math.isnan(outcome.queries[2].end_s)
+
+
+def test_longest_queue_time_counts_until_the_first_row(simulate: Callable[..., Outcome]) -> None:
+    """As in the daemon, whether a request waits in the queue or has been claimed."""
+    classes = SlaClasses(replace(sla, longest_queue_s=2.0) for sla in SlaClasses())
+    requests = [Request(0.0, 20, 400, sla_class="batch") for _ in range(12)]
+    outcome = simulate(requests, "fcfs", classes=classes)
+    late = [query for query in outcome.queries if query.late]
+    assert [query.late for query in outcome.queries] == [False] * 4 + [True] * 8
+    assert {query.phase for query in late} == {Phase.WAITING, Phase.READY}
+    assert all(2.0 <= query.end_s < 3.1 for query in late)
+    assert all(query.output_tokens == 400 for query in outcome.queries if not query.late)
+    assert all(query.end_s > 3.0 for query in outcome.queries[:4])
+    (group,) = report(outcome).groups
+    assert (group.requests, group.late, report(outcome).late) == (4, 8, 8)
+    assert group.met == pytest.approx(4 / 12)
+    assert group.starved_s >= 2.0
+
+
+def test_a_time_limit_ends_whoever_has_a_row_too(simulate: Callable[..., Outcome]) -> None:
+    requests = [Request(0.0, 20, 4000, time_limit_s=3.0), Request(0.0, 20, 40, time_limit_s=3.0)]
+    requests += [Request(0.0, 20, 500)] * 4
+    outcome = simulate(requests, "priority")
+    first, second, *others = outcome.queries
+    assert first.late
+    assert 0 < first.output_tokens < 4000
+    assert 3.0 <= first.end_s < 3.1
+    assert second.served
+    assert all(query.served for query in others)
+    assert others[-1].first_token_s > second.end_s  # Its row went to the next.
+
+
+def test_who_is_late_while_parked_leaves_the_host_pool(
+    simulate: Callable[..., Outcome], costs: StepCosts
+) -> None:
+    slow = [Request(0.0, 20, 400, "b", "batch", 3.0) for _ in range(4)]
+    urgent = [Request(2.0, 20, 400, "a", "interactive") for _ in range(4)]
+    again = [Request(10.0, 20, 400, "b", "batch") for _ in range(4)]
+    more = [Request(12.0, 20, 40, "a", "interactive") for _ in range(4)]
+    room = 4 * 400 * costs.kv_token_bytes
+    outcome = simulate([*slow, *urgent, *again, *more], host_pool_bytes=room)
+    assert [query.late for query in outcome.queries] == [True] * 4 + [False] * 12
+    assert outcome.usage[0].parks == 8
+    assert outcome.usage[0].recomputes == 0
+
+
+def test_quotas_bound_what_runs_and_what_waits(simulate: Callable[..., Outcome]) -> None:
+    requests = [Request(0.0, 20, 100, "a") for _ in range(8)] + [Request(0.0, 20, 100, "b")]
+    tight = {"a": TenantLimits(running=1, queued=5)}
+    outcome = simulate(requests, tenants=tight, daemons=2)
+    *mine, other = outcome.queries
+    assert [query.refused for query in mine] == [False] * 5 + [True] * 3
+    assert report(outcome).refused == 3
+    # One after the other, the next at once when the one before ends.
+    served = mine[:5]
+    for before, after in itertools.pairwise(served):
+        assert before.end_s < after.first_token_s < before.end_s + 0.5
+    assert other.end_s < served[1].end_s
+
+
+def test_a_minutes_tokens_are_spread_over_minutes(simulate: Callable[..., Outcome]) -> None:
+    requests = [Request(0.0, 100, 100, "a") for _ in range(6)]
+    free, tight = (
+        simulate(requests, tenants={"a": TenantLimits(tokens_per_minute=most)}, rows=1) for most in (0, 300)
+    )
+    assert free.end_s < 60
+    # 200 tokens each: two fit into a minute, for which one more may be begun while tokens are left.
+    assert 90 < tight.end_s < 240
+    assert all(query.served for query in tight.queries)
+
+
+def test_a_full_queue_refuses(simulate: Callable[..., Outcome]) -> None:
+    requests = [Request(0.0, 20, 100, f"t{number}") for number in range(10)]
+    outcome = simulate(requests, max_queued=7)
+    assert [query.refused for query in outcome.queries] == [False] * 7 + [True] * 3
