@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.table import Table
@@ -30,6 +30,8 @@ EXIT_CODES: Final[tuple[tuple[type[errors.BatondClientError], int], ...]] = (
 )
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
+#: Longer waits are told in minutes.
+SHORT_S: Final = 180
 
 
 def exit_code(error: errors.BatondClientError) -> int:
@@ -63,7 +65,8 @@ def event_line(event: Event) -> str:
     match event:
         case Queued():
             place = f"place {event.position}" if event.position else "waiting"
-            return f"-- queued in {event.effective_sla_class}: {place}"
+            start = f", start {_about(event.estimated_start_time)}" if event.estimated_start_time else ""
+            return f"-- queued in {event.effective_sla_class}: {place}{start}"
         case Started():
             return f"-- started after {event.queue_time_s:.3f} s{_because(event.reason)}"
         case Preempted():
@@ -73,6 +76,12 @@ def event_line(event: Event) -> str:
             return f"-- {_choice(event.choice)}resumed{_because(event.reason)}"
         case _:
             return ""
+
+
+def _about(start: datetime) -> str:
+    """Gives an expected start as far as it deserves: in whole seconds or minutes."""
+    left_s = max(0.0, (start - datetime.now(UTC)).total_seconds())
+    return f"in about {left_s:.0f} s" if left_s < SHORT_S else f"in about {left_s / 60:.0f} min"
 
 
 def _because(reason: str) -> str:
@@ -95,6 +104,7 @@ def job_table(job: JobInfo) -> Table:
         ("finish reason", job.finish_reason if job.state.final else ""),
         ("error", f"{job.error_message} [{job.error_reason}]" if job.error_reason else ""),
         ("position", job.queue_position or ""),
+        ("start", _about(job.estimated_start_time) if job.estimated_start_time else ""),
         ("queued for", f"{job.queue_time_s:.3f} s"),
         ("tokens", f"{job.prompt_tokens} + {job.output_tokens}"),
         ("cached", f"{job.cached_prompt_tokens} tokens of the prompt" if job.cached_prompt_tokens else ""),

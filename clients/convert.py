@@ -36,6 +36,7 @@ def job(message: types_pb2.Job) -> model.JobInfo:
         deadline=_time(message, "deadline"),
         queue_time_s=_seconds(message.queue_time),
         queue_position=message.queue_position,
+        estimated_start_time=_time(message, "estimated_start_time"),
         preemptions=message.preemptions,
         recomputed_tokens=message.recomputed_tokens,
         prompt_tokens=message.prompt_tokens,
@@ -60,7 +61,12 @@ def event(message: types_pb2.StreamEvent) -> model.Event | None:
     match message.WhichOneof("event"):
         case "queued":
             queued = message.queued
-            found = model.Queued(queued.job_id, queued.position, queued.effective_sla_class)
+            found = model.Queued(
+                queued.job_id,
+                queued.position,
+                queued.effective_sla_class,
+                _time(queued, "estimated_start_time"),
+            )
         case "started":
             found = model.Started(_seconds(message.started.queue_time), message.started.reason)
         case "chunk":

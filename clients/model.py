@@ -115,7 +115,9 @@ class JobInfo:
         finished_time: When it became final.
         deadline: When it must have ended; None is never.
         queue_time_s: How long it waited for its first row, or has waited until now.
-        queue_position: Place in its class's queue, 1 is next; 0 if it isn't queued or that isn't known.
+        queue_position: Place in line, 1 is next; 0 if it isn't queued or that isn't known, and in listings.
+        estimated_start_time: When it is expected to get its row, if enough is known: an estimate that moves
+            with what comes and with how fast jobs are started. Left out of listings.
         preemptions: How often it lost its row.
         recomputed_tokens: Tokens whose KV had to be computed again.
         prompt_tokens: Length of the tokenized prompt.
@@ -146,6 +148,7 @@ class JobInfo:
     deadline: datetime | None = None
     queue_time_s: float = 0.0
     queue_position: int = 0
+    estimated_start_time: datetime | None = None
     preemptions: int = 0
     recomputed_tokens: int = 0
     prompt_tokens: int = 0
@@ -173,11 +176,12 @@ class JobPage:
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """The job waits for its turn; `position` 1 is next, 0 is not known."""
+    """The job waits for its turn; `position` 1 is next, 0 is not known; the start is an estimate."""
 
     job_id: str
     position: int
     effective_sla_class: str
+    estimated_start_time: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)

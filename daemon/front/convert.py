@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from batond.daemon.front.follow import FollowEvent
-    from batond.daemon.queue import JobRecord, JobSpec
+    from batond.daemon.queue import JobRecord, JobSpec, Place
     from batond.daemon.wire.messages import Snapshot, TokenLogprobs
 
 STATES: Final[dict[JobState, types_pb2.JobState]] = {
@@ -75,7 +75,7 @@ def job(
     record: JobRecord,
     chunks: Sequence[Chunk] = (),
     *,
-    position: int | None = None,
+    place: Place | None = None,
     spec: JobSpec | None = None,
 ) -> types_pb2.Job:
     """Describe a job.
@@ -83,7 +83,7 @@ def job(
     Args:
         record: Its record.
         chunks: Its output, if it shall be included, that of each choice in order.
-        position: How many jobs are before it in the queue, if it waits and that is known.
+        place: Where it stands, if it waits and that is known.
         spec: What it runs; without it, labels and the class that was asked for are left out.
     """
     shown = types_pb2.Job(
@@ -94,7 +94,7 @@ def job(
         sla_class=spec.asked_class if spec else "",
         effective_sla_class=record.sla_class,
         queue_time=duration(queue_time_s(record)),
-        queue_position=0 if position is None else position + 1,
+        queue_position=0 if place is None else place.ahead + 1,
         preemptions=record.preemptions,
         recomputed_tokens=record.recomputed_tokens,
         prompt_tokens=record.prompt_tokens,
@@ -105,6 +105,8 @@ def job(
         labels=spec.labels if spec else None,
     )
     shown.created_time.CopyFrom(timestamp(record.created_ms))
+    if place is not None and place.start_ms:
+        shown.estimated_start_time.CopyFrom(timestamp(place.start_ms))
     if record.deadline_ms:
         shown.deadline.CopyFrom(timestamp(record.deadline_ms))
     if record.started_ms:
@@ -191,8 +193,11 @@ def stream_event(
             shown.chunk.prompt_logprobs.extend(token_logprobs(prompt_token_ids, event.prompt_logprobs))
         case InLine():
             shown.queued.job_id = event.record.job_id
-            shown.queued.position = 0 if event.position is None else event.position + 1
             shown.queued.effective_sla_class = event.record.sla_class
+            if event.place is not None:
+                shown.queued.position = event.place.ahead + 1
+                if event.place.start_ms:
+                    shown.queued.estimated_start_time.CopyFrom(timestamp(event.place.start_ms))
         case GotRow():
             shown.started.SetInParent()
             shown.started.reason = event.reason

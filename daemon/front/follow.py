@@ -14,18 +14,23 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from batond.daemon.front.hub import Hub, LiveEvent, LiveJob
-    from batond.daemon.queue import JobRecord, JobStore
+    from batond.daemon.queue import JobRecord, JobStore, Place
 
 #: How often a job that waits, or runs on another daemon, is looked at.
 POLL_S = 0.25
 
 
+#: The expected start is told again when it has moved by so much, and by this part of the time left.
+MOVED_MS = 1000
+MOVED_PART = 0.1
+
+
 @dataclass(frozen=True, slots=True)
 class InLine:
-    """The job waits; `position` jobs come before it, if that is known."""
+    """The job waits, at a place if that is known."""
 
     record: JobRecord
-    position: int | None
+    place: Place | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +82,8 @@ class Follower:
         cursor = _Cursor(from_index, choice_indexes)
         if announce:
             record = await self._store.get(tenant, job_id)
-            cursor.said_position = await self._position(record)
-            yield InLine(record, cursor.said_position)
+            cursor.said = await self._place(record)
+            yield InLine(record, cursor.said)
         while True:
             live = self._hub.get(tenant, job_id)
             if live is None or cursor.misses(live.base_indexes):
@@ -109,10 +114,10 @@ class Follower:
         if record.state.final:
             yield Ended(record)
             return
-        position = await self._position(record)
-        if position is not None and position != cursor.said_position:
-            cursor.said_position = position
-            yield InLine(record, position)
+        place = await self._place(record)
+        if place is not None and _moved(cursor.said, place):
+            cursor.said = place
+            yield InLine(record, place)
 
     async def _present(self, live: LiveJob, cursor: _Cursor) -> AsyncIterator[LiveEvent]:
         position = 0
@@ -128,10 +133,17 @@ class Follower:
                 return
             await live.wait_beyond(position)
 
-    async def _position(self, record: JobRecord) -> int | None:
+    async def _place(self, record: JobRecord) -> Place | None:
         if record.state is not JobState.QUEUED:
             return None
-        return await self._store.queue_position(record.tenant, record.job_id)
+        return await self._store.place(record.tenant, record.job_id)
+
+
+def _moved(said: Place | None, place: Place) -> bool:
+    """Whether a watcher wants to hear of a place anew."""
+    if said is None or said.ahead != place.ahead or (said.start_ms > 0) != (place.start_ms > 0):
+        return True
+    return abs(place.start_ms - said.start_ms) > max(MOVED_MS, MOVED_PART * place.left_ms)
 
 
 @dataclass(slots=True)
@@ -149,7 +161,7 @@ class _Cursor:
     def __init__(self, from_index: int, choice_indexes: Mapping[int, int] | None = None) -> None:
         self._from_index = from_index
         self._places = {choice: _Place(index) for choice, index in (choice_indexes or {}).items()}
-        self.said_position: int | None = None
+        self.said: Place | None = None
 
     def next_index(self, choice: int) -> int:
         """The first token of a choice that was not seen."""

@@ -265,10 +265,10 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         chunks: list[Chunk] = []
         for choice in range(record.choices if output else 0):
             chunks += await self._store.read_chunks(record.tenant, record.job_id, choice=choice)
-        position = None
+        place = None
         if record.state is JobState.QUEUED:
-            position = await self._store.queue_position(record.tenant, record.job_id)
-        return convert.job(record, chunks, position=position, spec=spec)
+            place = await self._store.place(record.tenant, record.job_id)
+        return convert.job(record, chunks, place=place, spec=spec)
 
     def _tidy(self, work: Awaitable[Any]) -> None:
         async def quietly() -> None:

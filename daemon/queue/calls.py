@@ -36,7 +36,7 @@ def load_script(name: str) -> Script:
     folder = files("batond.daemon.queue.scripts")
     parts = [
         lua_prelude(),
-        *((folder / f"{part}.lua").read_text("utf-8") for part in ("common", "line", "moves", name)),
+        *((folder / f"{part}.lua").read_text("utf-8") for part in ("common", "line", "pace", "moves", name)),
     ]
     source = "\n".join(parts)
     return Script(source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())

@@ -102,6 +102,13 @@ KINDS: Final = (
         "counter of the tenant served last in one class: where new ones begin",
     ),
     KeyKind(
+        "PACE",
+        "pace:",
+        "hash",
+        "ten minutes after the last claim or start",
+        "of one class: how fast its jobs were claimed and started lately (pace.lua), for estimates",
+    ),
+    KeyKind(
         "MINUTE", "minute:", "string", "two minutes", "of <tenant>/<minute>: tokens charged in it, for quotas"
     ),
     KeyKind("HOLDS", "holds:", "set", "empty when none runs", "claimed jobs of one tenant, for quotas"),
@@ -193,6 +200,10 @@ class Keys:
     def resting(self, sla_class: str) -> str:
         """Sorted set: tenants of one class that are at a quota."""
         return self._name("RESTING", sla_class)
+
+    def pace(self, sla_class: str) -> str:
+        """Hash: how fast one class is served."""
+        return self._name("PACE", sla_class)
 
     def minute(self, tenant: str, minute: int) -> str:
         """String: tokens of one tenant in one minute of the Redis clock."""

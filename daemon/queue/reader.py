@@ -24,6 +24,7 @@ from batond.daemon.queue.records import (
     Notice,
     NoticeKind,
     Page,
+    Place,
     decode_chunk,
     decode_record,
     decode_spec,
@@ -138,16 +139,21 @@ class JobReader:
             del chunks[0]
         return chunks[:limit]
 
-    async def queue_position(self, tenant: str, job_id: str) -> int | None:
-        """Counts the jobs that will be claimed before this one; None if it does not wait.
+    async def place(self, tenant: str, job_id: str) -> Place | None:
+        """Estimates the jobs that will be claimed before this one, and its start; None if it does not wait.
+
+        Costs a few look-ups a class and a tenant, whatever waits.
 
         Raises:
             NotFoundError: See `get`.
         """
-        ahead = await self._call("position", job_ref(tenant, job_id), *self.classes)
-        if ahead is None:
+        found = await self._call("position", job_ref(tenant, job_id), *self.classes)
+        if found is None:
             raise _not_found(tenant, job_id)
-        return None if ahead < 0 else int(ahead)
+        if not isinstance(found, list):
+            return None
+        ahead, start_ms, left_ms = found
+        return Place(ahead=ahead, start_ms=int(start_ms), left_ms=int(left_ms))
 
     async def list_jobs(
         self, tenant: str, *, state: JobState | None = None, cursor: str = "", limit: int = 100

@@ -312,6 +312,20 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     next_cursor: str
 
 
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a waiting job stands.
+
+    Attributes:
+        ahead: Jobs that will be claimed before it, those of more urgent classes included.
+        start_ms: When it is expected to get its row, by the Redis clock; 0 if too little is known.
+        left_ms: The same from when it was asked.
+    """
+
+    ahead: int
+    start_ms: int = 0
+    left_ms: int = 0
+
+
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     """Evidence of something that must not be tried again by itself.
 

@@ -172,7 +172,7 @@ async def test_in_a_tenant_the_earliest_deadline_goes_first(queue: Queue) -> Non
         "none2": {},
     }.items():
         await queue.submit(job_id, **given)
-    positions = [await queue.store.queue_position("t", name) for name in ("none2", "late", "soon")]
+    positions = [(await queue.store.place("t", name)).ahead for name in ("none2", "late", "soon")]
     assert positions == [4, 2, 0]
     order = [job.record.job_id for job in await queue.claim()]
     assert order == ["soon", "class", "late", "none", "none2"]
@@ -196,7 +196,10 @@ async def test_the_position_counts_the_turns_of_others(queue: Queue) -> None:
         await queue.submit(f"a{i}", tenant="a")
     await queue.submit("b0", tenant="b")
     await queue.submit("b1", tenant="b")
-    position = queue.store.queue_position
+
+    async def position(tenant: str, job_id: str) -> int:
+        return (await queue.store.place(tenant, job_id)).ahead
+
     assert [await position("a", f"a{i}") for i in range(5)] == [0, 2, 4, 5, 6]
     assert [await position("b", f"b{i}") for i in range(2)] == [1, 3]
 

@@ -50,10 +50,10 @@ async def test_most_urgent_class_first_and_first_come_first_served(queue: Queue)
     order = [("b1", "batch"), ("s1", "standard"), ("b2", "batch"), ("i1", "interactive"), ("s2", "standard")]
     for job_id, sla_class in order:
         await queue.submit(job_id, sla_class=sla_class)
-    assert [await queue.store.queue_position("t", job_id) for job_id, _ in order] == [3, 1, 4, 0, 2]
+    assert [(await queue.store.place("t", job_id)).ahead for job_id, _ in order] == [3, 1, 4, 0, 2]
     jobs = await queue.store.claim("d1", {"batch": 1, "standard": 5, "interactive": 5}, lease_ms=60_000)
     assert [job.record.job_id for job in jobs] == ["i1", "s1", "s2", "b1"]
-    assert await queue.store.queue_position("t", "i1") is None
+    assert await queue.store.place("t", "i1") is None
     assert (await queue.store.counts()).queued == {"batch": 1, "standard": 0, "interactive": 0}
 
 
@@ -206,7 +206,7 @@ async def test_jobs_of_other_tenants_do_not_exist(queue: Queue) -> None:
     """V4: another tenant's job id is NOT_FOUND, for every call."""
     await queue.submit("a", tenant="mine")
     store = queue.store
-    for call in (store.get, store.get_spec, store.cancel, store.queue_position, store.dead_retry):
+    for call in (store.get, store.get_spec, store.cancel, store.place, store.dead_retry):
         with pytest.raises(NotFoundError):
             await call("other", "a")
     assert await store.read_chunks("other", "a") == []

@@ -38,7 +38,7 @@ local function look_at(ref, class)
       place = place(ref, job[4]), arrival_us = job[4], epoch = count(job[3]) or 0,
       due = due_of(job[5], job[6], job[7]),
       waited_ms = (count(job[9]) or 0) + math.max(0, now_ms - (count(job[8]) or now_ms)),
-      prompt_tokens = math.max(1, count(job[10]) or 1), choices = count(job[11]) or 1,
+      queued_ms = count(job[8]) or now_ms, prompt_tokens = math.max(1, count(job[10]) or 1), choices = count(job[11]) or 1,
     }
   end
   rubbish = rubbish + 1
@@ -126,9 +126,9 @@ local function take(ref, job, class, tenant, counter, limits)
   give(ref, job.choices)
 end
 
--- Takes jobs of a class; gives how many, and the highest counter served.
+-- Takes jobs of a class; gives how many, the highest counter served, and since when the oldest has waited.
 local function fill(class, room)
-  local taken, highest = 0, 0
+  local taken, highest, oldest_ms = 0, 0, now_ms
   while taken < room and rubbish < GARBAGE_PER_CALL do
     local tenant, counter, limits = choose(class)
     if tenant then
@@ -138,12 +138,13 @@ local function fill(class, room)
       elseif ref then
         take(ref, job, class, tenant, counter, limits)
         taken, highest = taken + 1, math.max(highest, counter)
+        oldest_ms = math.min(oldest_ms, job.queued_ms)
       end
     elseif skips >= SKIPS_PER_CALL or not heal(class) then
       break
     end
   end
-  return taken, highest
+  return taken, highest, oldest_ms
 end
 
 local function claim(class, room)
@@ -154,9 +155,10 @@ local function claim(class, room)
     give_turn(class, tenant)
   end
   heal(class)
-  local taken, highest = fill(class, room)
+  local taken, highest, oldest_ms = fill(class, room)
   if taken > 0 then
     raise_floor(class, highest)
+    note_claims(class, taken, oldest_ms, now_ms)
     redis.call('HINCRBY', TOTALS, 'claimed', taken)
   end
 end

@@ -104,6 +104,11 @@ local function set(ref, i)
 end
 
 local function move(ref, state, to, started_ms, wrote)
+  if not started_ms and (to == 'running' or wrote) then
+    redis.call('HSET', JOB .. ref, 'started_ms', int(now_ms))
+    local job = redis.call('HMGET', JOB .. ref, 'sla_class', 'claimed_ms')
+    note_start(job[1] or '', now_ms - (count(job[2]) or now_ms))
+  end
   if FINAL[to] then
     conclude(ref, to, now_ms)
     return
@@ -113,9 +118,6 @@ local function move(ref, state, to, started_ms, wrote)
   end
   if to ~= '' and to ~= state then
     redis.call('HSET', JOB .. ref, 'state', to)
-  end
-  if not started_ms and (to == 'running' or wrote) then
-    redis.call('HSET', JOB .. ref, 'started_ms', int(now_ms))
   end
   if wrote or to ~= '' then
     redis.call('PUBLISH', NEWS .. ref, to)

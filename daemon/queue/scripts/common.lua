@@ -1,4 +1,4 @@
--- Shared by all scripts: stands between the rendered key names (keys.py) and line.lua, moves.lua, each script's text.
+-- Shared by all scripts: stands between the rendered key names (keys.py) and line, pace, moves and each script's text.
 -- Each script runs alone in the server, so a check and the change after it are one compare-and-set.
 -- Time is the server's (TIME); a daemon's clock plays no part.
 

@@ -1,4 +1,4 @@
--- How jobs move. Stands after line.lua in every script.
+-- How jobs move. Stands after pace.lua in every script.
 --
 -- States and moves; whatever is not here can't happen:
 --   queued                  -> claimed | cancelled | failed (too late) | dead

@@ -192,7 +192,7 @@ class JobError(_message.Message):
     def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("job_id", "tenant", "model", "state", "sla_class", "effective_sla_class", "labels", "created_time", "started_time", "finished_time", "queue_time", "queue_position", "preemptions", "recomputed_tokens", "prompt_tokens", "output_tokens", "output_token_ids", "text", "finish_reason", "error", "attempts", "logprobs", "prompt_logprobs", "choices", "cached_prompt_tokens", "deadline")
+    __slots__ = ("job_id", "tenant", "model", "state", "sla_class", "effective_sla_class", "labels", "created_time", "started_time", "finished_time", "queue_time", "queue_position", "preemptions", "recomputed_tokens", "prompt_tokens", "output_tokens", "output_token_ids", "text", "finish_reason", "error", "attempts", "logprobs", "prompt_logprobs", "choices", "cached_prompt_tokens", "deadline", "estimated_start_time")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,7 @@ class Job(_message.Message):
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATED_START_TIME_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     tenant: str
     model: str
@@ -252,17 +253,20 @@ class Job(_message.Message):
     choices: _containers.RepeatedCompositeFieldContainer[Choice]
     cached_prompt_tokens: int
     deadline: _timestamp_pb2.Timestamp
-    def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., sla_class: _Optional[str] = ..., effective_sla_class: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., created_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., started_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finished_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., queue_position: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[JobError, _Mapping]] = ..., attempts: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cached_prompt_tokens: _Optional[int] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    estimated_start_time: _timestamp_pb2.Timestamp
+    def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., sla_class: _Optional[str] = ..., effective_sla_class: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., created_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., started_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finished_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., queue_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., queue_position: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[JobError, _Mapping]] = ..., attempts: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., cached_prompt_tokens: _Optional[int] = ..., deadline: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., estimated_start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Queued(_message.Message):
-    __slots__ = ("job_id", "position", "effective_sla_class")
+    __slots__ = ("job_id", "position", "effective_sla_class", "estimated_start_time")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     EFFECTIVE_SLA_CLASS_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATED_START_TIME_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     position: int
     effective_sla_class: str
-    def __init__(self, job_id: _Optional[str] = ..., position: _Optional[int] = ..., effective_sla_class: _Optional[str] = ...) -> None: ...
+    estimated_start_time: _timestamp_pb2.Timestamp
+    def __init__(self, job_id: _Optional[str] = ..., position: _Optional[int] = ..., effective_sla_class: _Optional[str] = ..., estimated_start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("queue_time", "reason")
