@@ -17,7 +17,7 @@ from rich.table import Table
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.ring import RingBatch
 from batond.daemon.engine.model.recipe import Recipe
-from batond.daemon.engine.proof.serving import probe_layout
+from batond.daemon.engine.proof.trial import probe_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from batond.daemon.engine.batch.prefill import LOGITS_TOKENS
 from batond.daemon.engine.model.causal import CausalModel, load_model
-from batond.daemon.engine.proof.extension import extends_exactly
 from batond.daemon.engine.proof.serving import choose_batch
 from batond.daemon.engine.queries.admission import Admission
 from batond.daemon.engine.queries.lifecycle import Lifecycle
@@ -36,13 +35,11 @@ from batond.daemon.engine.queries.view import free_bytes, snapshot
 from batond.daemon.engine.sampling.sampler import Sampler
 from batond.daemon.engine.sampling.text import TextStream
 from batond.daemon.engine.step.decode import Decode
-from batond.daemon.engine.step.packing import find_packer
 from batond.daemon.engine.step.prompts import Prompts
 from batond.daemon.errors import (
     ConfigError,
     InvalidRequestError,
     StateError,
-    UnsupportedModelError,
 )
 from batond.daemon.requests.params import SamplingParams
 from batond.daemon.scheduler.guard import PolicyGuard
@@ -61,8 +58,9 @@ from batond.policies.registry import load_policy
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
+
     from batond.daemon.engine.proof.serving import Serving
-    from batond.daemon.engine.step.packing import Packer
     from batond.daemon.scheduler.plan import ParkOrder, Plan
     from batond.daemon.wire.messages import QueryEvent, Snapshot
     from batond.policies.base import Policy
@@ -152,22 +150,14 @@ class LocalEngine:
             model, loaded = load_model(model, device=device)
             tokenizer = loaded if tokenizer is None else tokenizer
         self.model = model if isinstance(model, CausalModel) else CausalModel(model, device)
-        self.rows = rows
         self.deterministic = deterministic
-        context = self.model.max_context_tokens
-        self.max_query_tokens = min(max_query_tokens or context, context)
+        self.classes = classes or SlaClasses()
         self._inline = prefill == "inline"
         self._gate = gate
         self._ready_limit = 0 if self._inline else ready_limit
         self._kv_budget_bytes = kv_budget_bytes
-        self.classes = classes or SlaClasses()
-        if self._inline and (batch == "ring" or deterministic):
-            raise ConfigError(
-                "a ring takes one token a row and step: inline prefill needs the padded batch,"
-                " which is not deterministic"
-            )
-        if self._inline:
-            batch = "padded"
+        if session_bytes is None:
+            session_bytes = host_pool_bytes // DEFAULT_SHARE
         serving = choose_batch(
             batch,
             self.model,
@@ -175,31 +165,14 @@ class LocalEngine:
             max_query_tokens=max_query_tokens,
             one_at_a_time=one_at_a_time,
             deterministic=deterministic,
+            inline=self._inline,
+            pack_tokens=chunk_tokens,
+            sessions=session_bytes > 0,
         )
-        if self._inline and (
-            serving.batch.layout.state_slots or self.model.has_windows or not serving.chunkable
-        ):
-            raise UnsupportedModelError(
-                "inline prefill leaves gaps that sliding windows or recurrent state count"
-            )
-        self.rows = serving.batch.rows
-        if serving.capacity is not None:
-            self.max_query_tokens = min(self.max_query_tokens, serving.capacity)
-        self.batch_kind, self.batch_reason = serving.batch.kind, serving.reason
-        self.preemption_mode = serving.preemption_mode
-        self.chunkable = serving.chunkable
-        self._chunk_tokens = None if self._inline or not self.chunkable else chunk_tokens
-        if deterministic and self.chunkable:  # Chunks whose logits are wanted are cut no finer than others.
-            self._chunk_tokens = min(chunk_tokens or LOGITS_TOKENS, LOGITS_TOKENS)
-        on_cuda = self.model.device.type == "cuda"
-        pool = HostPool(host_pool_bytes, pin=on_cuda)
-        if on_cuda:
-            pool.warm_up()  # Page-locks in the background; parks before that use what is ready.
-        store = ParkedStore(pool, copier_for(self.model.device), poison=poison)
-        if session_bytes is None:
-            session_bytes = host_pool_bytes // DEFAULT_SHARE
-        self.keeps_sessions = session_bytes > 0 and self._extends_slices(serving)
+        self._note_serving(serving, max_query_tokens, chunk_tokens)
+        self.keeps_sessions = session_bytes > 0 and serving.extends_slices
         counters: Counter[str] = Counter()
+        store = _new_store(self.model.device, host_pool_bytes, poison=poison)
         self.residency = Residency(
             serving.batch,
             serving.new_prefill_batch,
@@ -214,7 +187,6 @@ class LocalEngine:
             ),
             chunkable=serving.chunkable,
         )
-        self._replays_by_step = serving.replay_by_step and not self._inline
         self.planner = Planner(_as_policy(policy), limits or PlannerLimits())
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._sampler = Sampler(self.model, self._tokenizer)
@@ -227,7 +199,7 @@ class LocalEngine:
             counters,
             inline=self._inline,
         )
-        self._prompts = Prompts(self.residency, self._sampler, self._life, self._find_packer(serving))
+        self._prompts = Prompts(self.residency, self._sampler, self._life, serving.packer)
         self._decode = Decode(self.residency, self._sampler, self._life)
         self._admission = Admission(
             self._sampler,
@@ -240,22 +212,18 @@ class LocalEngine:
         )
         self._arrivals, self._stalled_steps = itertools.count(1), 0
 
-    def _find_packer(self, serving: Serving) -> Packer | None:
-        """What computes short prompts together, if that changes nothing."""
-        if self._inline or self.deterministic or not serving.chunkable:
-            return None
-        return find_packer(
-            self.model, serving.batch.layout, serving.new_prefill_batch, most_tokens=self._chunk_tokens
-        )
-
-    def _extends_slices(self, serving: Serving) -> bool:
-        """Whether a finished turn's slice may be extended by the prompt of the next."""
-        if self._inline or not serving.chunkable or serving.preemption_mode != ParkMode.OFFLOAD.value:
-            return False
-        prompts = serving.new_prefill_batch
-        return not serving.replay_by_step and extends_exactly(
-            self.model, serving.batch, prompts, self.max_query_tokens
-        )
+    def _note_serving(self, serving: Serving, max_query_tokens: int | None, chunk_tokens: int | None) -> None:
+        """Keep what was found out about the model, and the limits that follow from it."""
+        self.rows = serving.batch.rows
+        self.batch_kind, self.batch_reason = serving.batch.kind, serving.reason
+        self.preemption_mode = serving.preemption_mode
+        self.chunkable = serving.chunkable
+        limits = (max_query_tokens, self.model.max_context_tokens, serving.capacity)
+        self.max_query_tokens = min(limit for limit in limits if limit is not None)
+        self._replays_by_step = serving.replay_by_step and not self._inline
+        self._chunk_tokens = None if self._inline or not self.chunkable else chunk_tokens
+        if self.deterministic and self.chunkable:  # Chunks with wanted logits are cut no finer than others.
+            self._chunk_tokens = min(chunk_tokens or LOGITS_TOKENS, LOGITS_TOKENS)
 
     # -- what callers do ------------------------------------------------------------------------------
 
@@ -548,6 +516,15 @@ class LocalEngine:
                 f"no progress in {STALLED_STEPS} steps; blocked: {plan.blocked}; states: {states}"
             )
         return moved
+
+
+def _new_store(device: torch.device, host_pool_bytes: int, *, poison: bool) -> ParkedStore:
+    """Host RAM for parked slices, page-locked where a GPU copies from it."""
+    on_cuda = device.type == "cuda"
+    pool = HostPool(host_pool_bytes, pin=on_cuda)
+    if on_cuda:
+        pool.warm_up()  # Page-locks in the background; parks before that use what is ready.
+    return ParkedStore(pool, copier_for(device), poison=poison)
 
 
 def _as_policy(policy: str | Policy) -> Policy:

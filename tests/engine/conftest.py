@@ -34,7 +34,7 @@ from batond.daemon.engine import LocalEngine, local
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.ring import RingBatch
 from batond.daemon.engine.model.causal import CausalModel
-from batond.daemon.engine.proof.serving import probe_layout
+from batond.daemon.engine.proof.trial import probe_layout
 from batond.daemon.scheduler.planner import PlannerLimits
 
 if TYPE_CHECKING:
@@ -263,10 +263,10 @@ def findings() -> dict[Any, Any]:
 @pytest.fixture(autouse=True)
 def _ask_once(monkeypatch: pytest.MonkeyPatch, findings: dict[Any, Any]) -> None:
     """Probing a model takes longer than most tests: what an engine found out holds for the next one."""
-    choose, extends, find = local.choose_batch, local.extends_exactly, local.find_packer
+    choose = local.choose_batch
 
     def choose_once(kind: str, model: CausalModel, rows: int, **options: Any) -> Serving:
-        key = (model.model, str(model.device), "batch", kind, rows, *options.values())
+        key = (model.model, str(model.device), kind, rows, *options.values())
         if key not in findings:
             serving = choose(kind, model, rows, **options)
             if serving.batch.kind == "uncached":
@@ -275,21 +275,7 @@ def _ask_once(monkeypatch: pytest.MonkeyPatch, findings: dict[Any, Any]) -> None
         serving = findings[key]
         return replace(serving, batch=_empty_again(serving.batch))
 
-    def extends_once(model: CausalModel, batch: Any, prompts: Any, tokens: int) -> bool:
-        key = (model.model, str(model.device), "extends", batch.kind, batch.rows, tokens)
-        if key not in findings:
-            findings[key] = extends(model, batch, prompts, tokens)
-        return bool(findings[key])
-
-    def find_once(model: CausalModel, layout: Any, prompts: Any, *, most_tokens: int | None) -> Any:
-        key = (model.model, str(model.device), "packer", most_tokens)
-        if key not in findings:
-            findings[key] = find(model, layout, prompts, most_tokens=most_tokens)
-        return findings[key]
-
     monkeypatch.setattr(local, "choose_batch", choose_once)
-    monkeypatch.setattr(local, "extends_exactly", extends_once)
-    monkeypatch.setattr(local, "find_packer", find_once)
 
 
 def _empty_again(batch: Any) -> Any:

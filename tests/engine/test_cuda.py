@@ -14,7 +14,7 @@ from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.ring import RingBatch
 from batond.daemon.engine.model.causal import CausalModel
-from batond.daemon.engine.proof.serving import probe_layout
+from batond.daemon.engine.proof.trial import probe_layout
 from batond.daemon.wire.messages import QueryState
 
 if TYPE_CHECKING:

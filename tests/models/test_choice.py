@@ -17,7 +17,8 @@ from batond.daemon.engine.model.causal import CausalModel
 from batond.daemon.engine.model.columns import ColumnLayer
 from batond.daemon.engine.model.recipe import MaskForm
 from batond.daemon.engine.proof.probe import Way, references, shared_error, tolerance
-from batond.daemon.engine.proof.serving import choose_batch, probe_layout
+from batond.daemon.engine.proof.serving import choose_batch
+from batond.daemon.engine.proof.trial import probe_layout
 from batond.daemon.errors import RequestTooLargeError, UnsupportedModelError
 
 

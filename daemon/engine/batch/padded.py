@@ -137,7 +137,11 @@ class PaddedBatch:
         seen = mask.long()
         seen[:, -1] = 1
         output = self._model.run(
-            input_ids.to(device), seen, position_ids.to(device), cache, all_positions=all_positions
+            input_ids.to(device),
+            seen,
+            position_ids.to(device),
+            cache,
+            logits_to_keep=None if all_positions else 1,
         )
         self._cache = self._model.cache_of(output) if cache is None else cache
         self._mask, self._lengths = mask, lengths

@@ -109,7 +109,7 @@ class UncachedBatch:
         seen[:, -1] = 1  # Attention over nothing at all is not defined.
         device = self.device
         output = self._model.run(
-            input_ids.to(device), seen.to(device), position_ids.to(device), None, all_positions=True
+            input_ids.to(device), seen.to(device), position_ids.to(device), None, logits_to_keep=None
         )
         logits: torch.Tensor = output.logits
         return logits.float()

@@ -53,6 +53,8 @@ class CausalModel:
         limit_reason: Why it is shorter than the model's own, "" if it isn't.
         has_windows: Whether some layer attends to a sliding window only.
         window_tokens: The widest sliding window, 0 without one.
+        takes_cache: Whether it continues from a cache.
+        takes_logits_to_keep: Whether it can be told which columns' logits to compute.
         recipe: How a forward is asked of this model; chosen by probing.
     """
 
@@ -69,7 +71,7 @@ class CausalModel:
         self.takes_cache = bool(self._cache_keyword)
         self._takes_mask = "attention_mask" in parameters
         self._takes_positions = "position_ids" in parameters or takes_any
-        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self.takes_logits_to_keep = "logits_to_keep" in parameters
         self._row_positions = RowPositions(model) if "position_ids" not in parameters else None
         self.recipe = Recipe()
         self._template: Cache | None = None
@@ -169,6 +171,7 @@ class CausalModel:
         cache: Cache,
         *,
         all_positions: bool = False,
+        logits_at: torch.Tensor | None = None,
         recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """Run the model over new tokens and return the logits of each row's newest column.
@@ -179,16 +182,24 @@ class CausalModel:
             position_ids: int64, shape [rows, new columns]; each row counts its own tokens from 0.
             cache: Extended by the new columns.
             all_positions: Return every new column's logits.
+            logits_at: Compute the logits of these new columns alone, int64 of shape [wanted]: over a large
+                vocabulary they cost as much as some layers. Needs `takes_logits_to_keep`.
             recipe: Instead of the model's own.
 
         Returns:
-            float32, shape [rows, vocabulary], or [rows, new columns, vocabulary].
+            float32, shape [rows, vocabulary], [rows, new columns, vocabulary] or [rows, wanted, vocabulary].
         """
+        keep: int | torch.Tensor = 1 if logits_at is None else logits_at
         output = self.run(
-            input_ids, attention_mask, position_ids, cache, all_positions=all_positions, recipe=recipe
+            input_ids,
+            attention_mask,
+            position_ids,
+            cache,
+            logits_to_keep=None if all_positions else keep,
+            recipe=recipe,
         )
         logits: torch.Tensor = output.logits
-        return (logits if all_positions else logits[:, -1]).float()
+        return (logits if all_positions or logits_at is not None else logits[:, -1]).float()
 
     def run(
         self,
@@ -197,7 +208,7 @@ class CausalModel:
         position_ids: torch.Tensor,
         cache: Cache | None,
         *,
-        all_positions: bool = False,
+        logits_to_keep: int | torch.Tensor | None = 1,
         recipe: Recipe | None = None,
     ) -> Any:
         """As `forward`, but returns the model's whole output; `cache_of` finds the cache in it."""
@@ -210,8 +221,8 @@ class CausalModel:
             arguments[self._cache_keyword] = cache
         if self._takes_positions:
             arguments["position_ids"] = position_ids
-        if self._takes_logits_to_keep and not all_positions:
-            arguments["logits_to_keep"] = 1
+        if self.takes_logits_to_keep and logits_to_keep is not None:
+            arguments["logits_to_keep"] = logits_to_keep
         own = self._row_positions.given(position_ids) if self._row_positions else contextlib.nullcontext()
         with torch.no_grad(), own:
             return self.model(**arguments)

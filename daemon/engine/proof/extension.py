@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_TOKENS = 60  # Beyond the windows and selections of tiny models, and cheap for large ones.
 _FEWEST_TOKENS = 6
+_MOST_DECODED = 6
 #: A model that selects tokens by score finds equal scores where tokens repeat, as answers do; what it selects
 #: then may depend on how many are computed together.
 _PERIOD = 7
@@ -56,7 +57,8 @@ def _extension_error(
     varied = range(count // 4)
     places = [*varied, *(place % _PERIOD for place in range(count - len(varied)))]
     tokens = [(3 + 7 * place + place * place) % model.vocab_size for place in places]
-    prompt_tokens, kept_tokens = count // 2, count * 2 // 3
+    prompt_tokens = count // 2
+    kept_tokens = prompt_tokens + min(count // 6, _MOST_DECODED)
     kept = _decoded(batch, new_prompt_batch, tokens[:kept_tokens], prompt_tokens)
     slices = [kept]
     if not batch.layout.state_slots:

@@ -6,53 +6,28 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from batond.daemon.engine.batch.arena import plan_arena
-from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.ring import RingBatch
 from batond.daemon.engine.batch.uncached import UncachedBatch
-from batond.daemon.engine.model.layout import RecordLayout
-from batond.daemon.engine.model.recipe import MaskForm, Recipe
-from batond.daemon.engine.proof.far import (
-    FAR_SPARE_COLUMNS,
-    SHORTEST_FAR_TOKENS,
-    far_chunk_error,
-    far_error,
-    far_tokens,
-    window_error,
-)
-from batond.daemon.engine.proof.probe import (
-    LONGEST_WINDOW_TOKENS,
-    MODEL_ERRORS,
-    SHARED_ROWS,
-    Way,
-    alone_error,
-    alone_references,
-    chunk_error,
-    first_line,
-    memory_named,
-    references,
-    replay_error,
-    shared_error,
-    tolerance,
-)
+from batond.daemon.engine.model.recipe import Recipe
+from batond.daemon.engine.proof.extension import extends_exactly
+from batond.daemon.engine.proof.far import FAR_SPARE_COLUMNS, far_tokens
+from batond.daemon.engine.proof.packing import find_packer
+from batond.daemon.engine.proof.probe import Way, alone_error, replay_error, shared_error
+from batond.daemon.engine.proof.trial import Trial
 from batond.daemon.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from transformers.cache_utils import Cache
-
     from batond.daemon.engine.batch.prefill import PromptBatch
     from batond.daemon.engine.batch.protocol import Batch
     from batond.daemon.engine.model.causal import CausalModel
-    from batond.daemon.engine.proof.probe import Question, References
+    from batond.daemon.engine.model.layout import RecordLayout
+    from batond.daemon.engine.step.packing import Packer
 
 _BESIDE = "beside another query, parked and moved, logits stay within"
 _IN_TURN = "taking turns, logits stay within"
-_FAR_CHUNK = 16  # Columns that the looks behind a window need beyond it.
-_LAYOUT_SIZES = (1, 2, 2, 5)  # Rows of two forwards, then columns of both.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +42,8 @@ class Serving:
         replay_by_step: Emitted tokens must be recomputed one by one: in one forward they come out otherwise.
         preemption_mode: "offload", or "recompute" where a parked query keeps nothing but its tokens.
         capacity: Columns of the ring, which bound a query's tokens; None without a ring.
+        packer: Computes short prompts together; None where they come out otherwise.
+        extends_slices: A finished turn's slice may be extended by the prompt of the next.
     """
 
     batch: Batch
@@ -76,26 +53,8 @@ class Serving:
     replay_by_step: bool = False
     preemption_mode: str = "offload"
     capacity: int | None = None
-
-
-def probe_layout(model: CausalModel) -> RecordLayout:
-    """Read the byte layout of the model's cache from two forwards of different size.
-
-    Raises:
-        UnsupportedModelError: The model refuses the forward, or its cache can't be described.
-    """
-    rows, more_rows, columns, more_columns = _LAYOUT_SIZES
-    try:
-        with memory_named():
-            small = _probe_cache(model, rows, columns)
-            large = _probe_cache(model, more_rows, more_columns)
-    except MODEL_ERRORS as error:
-        raise UnsupportedModelError(
-            f"a forward over {columns} tokens failed: {type(error).__name__}: {first_line(error)}"
-        ) from error
-    layout = RecordLayout.between(small, large, _LAYOUT_SIZES)
-    model.use_template(small)
-    return layout
+    packer: Packer | None = None
+    extends_slices: bool = False
 
 
 def choose_batch(
@@ -106,6 +65,9 @@ def choose_batch(
     max_query_tokens: int | None = None,
     one_at_a_time: bool = False,
     deterministic: bool = False,
+    inline: bool = False,
+    pack_tokens: int | None = None,
+    sessions: bool = True,
 ) -> Serving:
     """Find a way to serve the model exactly.
 
@@ -117,23 +79,59 @@ def choose_batch(
             model's context has and as fit into memory.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
         deterministic: No bit of a query may depend on its mates.
+        inline: Prompts are computed in the batch, which therefore is padded, and nothing is kept of them.
+        pack_tokens: Most tokens of prompts computed together; None takes a default.
+        sessions: Find out whether slices of finished turns may be extended.
 
     Raises:
-        ConfigError: The kind is unknown, or the ring doesn't fit into memory.
+        ConfigError: The kind is unknown or contradicts another argument, or the ring doesn't fit into memory.
         UnsupportedModelError: The model's tokens would depend on batch mates or parks.
     """
     if kind not in {"auto", "padded", "ring"}:
         raise ConfigError(f'batch must be "auto", "padded" or "ring", not {kind!r}', batch=kind)
-    trial = _Trial(model, deterministic=deterministic, rows=rows)
+    if inline and (kind == "ring" or deterministic):
+        raise ConfigError(
+            "a ring takes one token a row and step: inline prefill needs the padded batch,"
+            " which is not deterministic"
+        )
+    kind = "padded" if inline else kind
+    trial = Trial(model, deterministic=deterministic, rows=rows)
     ways = [_shared(trial, kind, rows, max_query_tokens)]
     if one_at_a_time and kind != "ring" and not deterministic:
         ways.append(_alone(trial))
     for serving in itertools.chain(*ways):
-        return serving
+        if inline:
+            _check_inline(model, serving)
+            return serving
+        return _completed(trial, serving, max_query_tokens, pack_tokens=pack_tokens, sessions=sessions)
     raise UnsupportedModelError(_refusal(trial, kind, one_at_a_time=one_at_a_time), model=model.name)
 
 
-def _refusal(trial: _Trial, kind: str, *, one_at_a_time: bool) -> str:
+def _check_inline(model: CausalModel, serving: Serving) -> None:
+    """Refuse a model that would see the gaps between prompts computed in the batch."""
+    if serving.batch.layout.state_slots or model.has_windows or not serving.chunkable:
+        raise UnsupportedModelError(
+            "inline prefill leaves gaps that sliding windows or recurrent state count", model=model.name
+        )
+
+
+def _completed(
+    trial: Trial, serving: Serving, max_query_tokens: int | None, *, pack_tokens: int | None, sessions: bool
+) -> Serving:
+    """Find out what else is exact: prompts packed together, kept slices extended."""
+    if trial.deterministic or not serving.chunkable:
+        return serving
+    prompts, batch = serving.new_prefill_batch, serving.batch
+    packer = find_packer(trial.model, batch.layout, prompts, trial.queries, most_tokens=pack_tokens)
+    extends = False
+    if sessions and serving.preemption_mode == "offload" and not serving.replay_by_step:
+        limits = (max_query_tokens, trial.model.max_context_tokens, serving.capacity)
+        most_tokens = min(limit for limit in limits if limit is not None)
+        extends = extends_exactly(trial.model, batch, prompts, most_tokens)
+    return replace(serving, packer=packer, extends_slices=extends)
+
+
+def _refusal(trial: Trial, kind: str, *, one_at_a_time: bool) -> str:
     """Why no way was found, and what to try."""
     if trial.deterministic:
         why = trial.ring_reason or trial.why
@@ -145,139 +143,7 @@ def _refusal(trial: _Trial, kind: str, *, one_at_a_time: bool) -> str:
     return f"no batch serves this model exactly: {trial.why}{advice}"
 
 
-class _Trial:
-    """Tries ways to serve a model and remembers why some failed."""
-
-    def __init__(self, model: CausalModel, *, deterministic: bool, rows: int) -> None:
-        self.model = model
-        self.deterministic = deterministic
-        self._rows = rows
-        self.reasons: list[str] = []
-        self.ring_reason = ""
-        self._queries = references(model)
-
-    @property
-    def longest_query_tokens(self) -> int:
-        """Tokens of the longest probe query, the output's included."""
-        return max(len(query.prompt) + len(query.tokens) for query in self._queries)
-
-    @property
-    def why(self) -> str:
-        """The reasons in one line, each once."""
-        return "; ".join(dict.fromkeys(self.reasons))
-
-    def error(self, question: Question, way: Way, what: str) -> float | None:
-        """The largest difference, if rounding explains it; else None, and a reason more."""
-        try:
-            with memory_named():
-                found = question(way, self._queries)
-        except (*MODEL_ERRORS, UnsupportedModelError) as failure:
-            self.reasons.append(f"{what}: {type(failure).__name__}: {first_line(failure)}")
-            return None
-        allowed = tolerance(self.model)
-        if found <= allowed:
-            return found
-        self.reasons.append(f"{what}: logits differ by {found:.1e} from generate's (allowed {allowed:.0e})")
-        return None
-
-    def holds(self, question: Question, way: Way) -> bool:
-        """Whether a further promise holds; no reason is kept."""
-        kept = list(self.reasons)
-        holds = self.error(question, way, "") is not None
-        self.reasons = kept
-        return holds
-
-    @property
-    def _crossed_window(self) -> int:
-        """The model's sliding window, if it is too wide for the probe queries; else 0."""
-        window = self.model.window_tokens
-        return window if LONGEST_WINDOW_TOKENS < window < self.model.max_context_tokens - _FAR_CHUNK else 0
-
-    def windows_hold(self, layout: RecordLayout, way: Way, what: str) -> bool:
-        """Whether windows too wide for the probe queries are applied as transformers' cache applies them."""
-        window = self._crossed_window
-        if not window:
-            return True
-
-        def question(tried: Way, _queries: References) -> float:
-            return window_error(self.model, layout, tried.batch(1), window + 8, [3])
-
-        return self.error(question, way, f"{what}, behind a window of {window}") is not None
-
-    def chunks_hold(self, layout: RecordLayout, way: Way) -> bool:
-        """Whether prompts may be computed in chunks, behind a wide window too."""
-        window = self._crossed_window
-
-        def question(tried: Way, _queries: References) -> float:
-            return window_error(self.model, layout, tried.prompt(), window + 8, [3, 5, 7])
-
-        return self.holds(chunk_error, way) and (not window or self.holds(question, way))
-
-    def far_chunks_hold(self, layout: RecordLayout, way: Way) -> bool:
-        """Whether tokens computed together, thousands behind the first, are what each alone would be."""
-
-        def question(tried: Way, _queries: References) -> float:
-            return far_chunk_error(self.model, layout, tried)
-
-        return not self._sees_far(layout) or self.holds(question, way)
-
-    def _sees_far(self, layout: RecordLayout) -> bool:
-        """Whether made-up tokens reach further than the probe queries."""
-        return bool(layout.token_slots) and far_tokens(self.model, layout) >= SHORTEST_FAR_TOKENS
-
-    def far_holds(self, layout: RecordLayout, way: Way, what: str) -> bool:
-        """Whether padding still changes nothing behind thousands of tokens."""
-        if not self._sees_far(layout):
-            return True
-
-        def question(tried: Way, _queries: References) -> float:
-            return far_error(self.model, layout, tried)
-
-        tokens = far_tokens(self.model, layout)
-        return self.error(question, way, f"{what}, behind {tokens} tokens") is not None
-
-    def same_bits(self, way: Way, what: str) -> bool:
-        """Whether mates, parks and rows change no bit, where that is asked for.
-
-        The number of rows is that of the batch to be built (three at least): kernels are chosen by it.
-        """
-        if not self.deterministic:
-            return True
-        rows = max(self._rows, SHARED_ROWS)
-        fixed = Way(lambda _: way.batch(rows), way.prompt)
-        alone = alone_references(fixed, self._queries)
-        found = shared_error(fixed, alone)
-        if found:
-            self.reasons.append(
-                f"{what}: not deterministic: mates or another row change logits by {found:.1e}"
-            )
-        return not found
-
-    def recipes(self) -> Iterator[tuple[str, RecordLayout, Way]]:
-        """Every recipe that runs, set on the model: its name, the cache's layout, the batch that uses it."""
-        if not self.model.takes_cache:
-            return
-        for own_cache in (False, True):
-            self.model.recipe = Recipe(own_cache=own_cache)
-            try:
-                layout = probe_layout(self.model)
-            except UnsupportedModelError as error:
-                self.reasons.append(error.message)
-                continue
-            forms = [MaskForm.COLUMNS, MaskForm.FLOAT]
-            if self.model.has_windows:
-                forms.append(MaskForm.WINDOW)
-            if layout.state_slots and not layout.token_slots:
-                forms = [MaskForm.NONE]
-            for form in forms:
-                self.model.recipe = replace(self.model.recipe, mask=form)
-                way = _padded_way(self.model, layout)
-                if self.windows_hold(layout, way, f"mask {form.value}"):
-                    yield f"padded, mask {form.value}", layout, way
-            return  # A cache the model takes is as good as its own.
-
-
-def _shared(trial: _Trial, kind: str, rows: int, max_query_tokens: int | None) -> Iterator[Serving]:
+def _shared(trial: Trial, kind: str, rows: int, max_query_tokens: int | None) -> Iterator[Serving]:
     """Ways in which queries share forwards, best first."""
     for name, layout, way in trial.recipes():
         if kind != "padded":
@@ -304,7 +170,7 @@ def _shared(trial: _Trial, kind: str, rows: int, max_query_tokens: int | None) -
 
 
 def _ring(
-    trial: _Trial, layout: RecordLayout, padded: Way, rows: int, max_query_tokens: int | None
+    trial: Trial, layout: RecordLayout, padded: Way, rows: int, max_query_tokens: int | None
 ) -> Iterator[Serving]:
     """Decode on a ring, where that is exact."""
     error = _ring_error(trial, layout, padded)
@@ -315,7 +181,7 @@ def _ring(
         yield _cached(trial, layout, way, rows, reason, capacity=arena.columns)
 
 
-def _ring_error(trial: _Trial, layout: RecordLayout, padded: Way) -> float | None:
+def _ring_error(trial: Trial, layout: RecordLayout, padded: Way) -> float | None:
     """How far a ring is off, over a wrap of its columns; None, and the reason kept, where it is not exact."""
     model = trial.model
     if not layout.token_slots or not layout.keys_and_values_only:
@@ -339,7 +205,7 @@ def _ring_error(trial: _Trial, layout: RecordLayout, padded: Way) -> float | Non
     return error
 
 
-def _alone(trial: _Trial) -> Iterator[Serving]:
+def _alone(trial: Trial) -> Iterator[Serving]:
     """Ways in which each query has the model for itself."""
     why = f"no shared batch is exact ({trial.why})"
     for name, layout, way in trial.recipes():
@@ -355,7 +221,7 @@ def _alone(trial: _Trial) -> Iterator[Serving]:
 
 
 def _cached(
-    trial: _Trial,
+    trial: Trial,
     layout: RecordLayout,
     way: Way,
     rows: int,
@@ -386,11 +252,7 @@ def _uncached(way: Way, rows: int, reason: str) -> Serving:
     return Serving(way.batch(rows), way.prompt, reason, preemption_mode="recompute")
 
 
-def _padded_way(model: CausalModel, layout: RecordLayout) -> Way:
-    return Way(lambda rows: PaddedBatch(model, rows, layout), lambda: PaddedBatch(model, 1, layout))
-
-
-def _ring_way(trial: _Trial, layout: RecordLayout, columns: int, padded: Way) -> Way:
+def _ring_way(trial: Trial, layout: RecordLayout, columns: int, padded: Way) -> Way:
     """Decode on a ring; prompts are computed as for the padded batch, with the model's own attention."""
     return Way(
         lambda rows: RingBatch(trial.model, rows, layout, columns, row_by_row=trial.deterministic),
@@ -403,11 +265,3 @@ def _uncached_way(model: CausalModel, *, shared: bool) -> Way:
         lambda rows: UncachedBatch(model, rows, shared=shared),
         lambda: UncachedBatch(model, 1, shared=shared),
     )
-
-
-def _probe_cache(model: CausalModel, rows: int, columns: int) -> Cache:
-    ids = 1 + torch.arange(rows * columns, device=model.device).view(rows, columns) % (model.vocab_size - 1)
-    positions = torch.arange(columns, device=model.device).expand(rows, columns)
-    cache = None if model.recipe.own_cache else model.new_cache()
-    output = model.run(ids, torch.ones_like(ids), positions, cache)
-    return cache if cache is not None else model.cache_of(output)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from batond.bench.families import make_family as random_family
 from batond.daemon.engine.model.causal import CausalModel
+from batond.daemon.engine.proof.packing import find_packer
+from batond.daemon.engine.proof.probe import references
 from batond.daemon.engine.proof.serving import choose_batch
-from batond.daemon.engine.step.packing import Packed, Packer, block_mask, find_packer
+from batond.daemon.engine.step.packing import Packed, Packer, block_mask
 from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class Pair:
         self.model = CausalModel(model, "cpu")
         self.serving = choose_batch("padded", self.model, 2)
         self.layout: RecordLayout = self.serving.batch.layout
-        self.packer = find_packer(self.model, self.layout, self.serving.new_prefill_batch)
+        self.packer = self.serving.packer
 
     def alone(self, prompt: Sequence[int]) -> tuple[KVSlice, torch.Tensor]:
         batch = self.serving.new_prefill_batch()
@@ -130,12 +132,16 @@ def test_model_that_ignores_the_mask_is_not_packed(make_family: Callable[[str], 
     def causal_only(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "attention_mask": None}
 
+    def found() -> Packer | None:
+        return find_packer(model, serving.batch.layout, serving.new_prefill_batch, queries, most_tokens=64)
+
+    queries = references(model)
     handle = model.model.register_forward_pre_hook(causal_only, with_kwargs=True)
     try:
-        assert find_packer(model, serving.batch.layout, serving.new_prefill_batch) is None
+        assert found() is None
     finally:
         handle.remove()
-    assert find_packer(model, serving.batch.layout, serving.new_prefill_batch) is not None
+    assert found() is not None
 
 
 def test_model_without_named_places_computes_all_logits(make_family: Callable[[str], Any]) -> None:
