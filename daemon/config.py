@@ -84,6 +84,7 @@ class ServerSettings(Section):
     Attributes:
         listen: Addresses of the gRPC server: `host:port` or `unix:/path`.
         metrics_listen: `host:port` of Prometheus metrics over HTTP; empty is off.
+        metrics_tenants: Tenants with a label of their own in metrics; the others are counted as `other`.
         max_message_bytes: Longest request that is read; a longer one is answered RESOURCE_EXHAUSTED.
         allow_insecure: Accept a non-loopback address without TLS and credentials.
         require_credentials: Let nobody in without credentials, not even while there are no tenants: the first
@@ -98,6 +99,7 @@ class ServerSettings(Section):
         default_factory=lambda: ["127.0.0.1:7431", f"unix:{runtime_dir()}/batond.sock"], min_length=1
     )
     metrics_listen: str = "127.0.0.1:9431"
+    metrics_tenants: int = Field(default=50, ge=0, le=1000)
     max_message_bytes: ByteSize = Field(default=ByteSize(16 << 20), ge=64 << 10, le=1 << 30)
     allow_insecure: bool = False
     require_credentials: bool = False

@@ -136,7 +136,9 @@ class _Front:
         classes, queue = settings.sla_classes, settings.queue
         identities = Identities(settings.tenants, classes, required=settings.server.require_credentials)
         self._settings = settings
-        self._metrics = metrics = Metrics(list(identities.tenants))
+        self._metrics = metrics = Metrics(
+            list(identities.tenants), most_tenants=settings.server.metrics_tenants
+        )
         self._book = TenantBook(
             client, identities, classes, on_change=lambda: metrics.know_tenants(list(identities.tenants))
         )

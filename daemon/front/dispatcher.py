@@ -28,6 +28,7 @@ from batond.daemon.errors import (
     StateError,
     UnavailableError,
 )
+from batond.daemon.front.figures import Figures
 from batond.daemon.front.held import HeldJob, JobStep, ref_of
 from batond.daemon.front.hub import LostRow
 from batond.daemon.queue import CommitResult, NoticeKind, Refusal, Why
@@ -39,7 +40,6 @@ from batond.daemon.wire.messages import (
     HandBack,
     Park,
     ParkCause,
-    Preempted,
     Resume,
     SetPolicy,
     StepEvents,
@@ -114,6 +114,7 @@ class Dispatcher:
         self._classes, self._metrics, self._owner = classes, metrics, owner
         self._lease_ms = int(lease_s * 1000)
         self._claim_ahead, self._max_attempts = claim_ahead, max_attempts
+        self._figures = Figures(metrics, classes.names)
         self._tenants = tenants
         self._limits: Mapping[str, TenantLimits] = {}  # As last claimed with.
         self._held: dict[str, HeldJob] = {}
@@ -225,7 +226,11 @@ class Dispatcher:
         try:
             self._limits = self._tenants()
             claimed = await self._store.claim(
-                self._owner, self._room(), lease_ms=self._lease_ms, tenants=self._limits
+                self._owner,
+                self._room(),
+                lease_ms=self._lease_ms,
+                tenants=self._limits,
+                on_rest=self._figures.rested,
             )
         except BatondError as error:
             self._note_redis(error)
@@ -263,7 +268,6 @@ class Dispatcher:
         self._held[held.ref] = held
         self._empty.clear()
         self._keeper.hold(record.tenant, record.job_id, record.epoch)
-        self._metrics.queue_wait.labels(record.sla_class).observe(record.waited_ms / 1000)
         self._metrics.claimed_jobs.set(len(self._held))
         self._submit(held)
         self._watch_time(held)
@@ -327,7 +331,7 @@ class Dispatcher:
         step.held.live.publish(step.events)
         if step.usage is not None:
             self._tell_all(HandBack, step.held)  # Choices that go on although the job has failed.
-            self._count_end(step)
+            self._figures.ended(step)
             self._let_go(step.held)
 
     async def _drop(self, held: HeldJob, why: Why) -> None:
@@ -384,7 +388,7 @@ class Dispatcher:
                 if reaped.requeued or reaped.dead:
                     _log.warning("jobs_reaped", requeued=len(reaped.requeued), dead=len(reaped.dead))
                     self._wake.set()
-                self._metrics.queued_jobs.set(sum(self.counts.queued.values()))
+                self._figures.looked(self._held.values(), self.counts)
             await self._end_suspects()
             await asyncio.sleep(REAP_EVERY_S)
 
@@ -446,12 +450,10 @@ class Dispatcher:
             if isinstance(event, CommandResult):
                 self._answer(event)
                 continue
-            if isinstance(event, Preempted):
-                self._metrics.preemptions.labels(event.cause, "kept" if event.kept else "dropped").inc()
             held = self._held.get(ref_of(event.query_id))
             if held is not None and held.runs(event.query_id):
                 by_job[held.ref].append(event)
-        steps = [self._held[ref].digest(events) for ref, events in by_job.items()]
+        steps = [self._held[ref].digest(events, self._figures.heard) for ref, events in by_job.items()]
         if steps:
             await self._unsaved.put(steps)
 
@@ -463,6 +465,7 @@ class Dispatcher:
             if not future.done():
                 future.set_exception(UnavailableError("the engine died", reason="ENGINE_DOWN"))
         for held in self._held.values():
+            self._figures.engine_died(held)
             if held.active:  # One that only waited is not suspected.
                 held.engine_deaths += 1
                 held.active = False
@@ -528,22 +531,6 @@ class Dispatcher:
     def _tell_all(self, kind: type[Cancel | HandBack], held: HeldJob) -> None:
         for query_id in held.query_ids:
             self._tell(kind(query_id=query_id))
-
-    def _count_end(self, step: JobStep) -> None:
-        record, usage = step.held.claimed.record, step.usage
-        if usage is None or step.commit.state is None:
-            return
-        tenant = self._metrics.tenant(record.tenant)
-        self._metrics.jobs_ended.labels(tenant, record.sla_class, step.commit.state.value).inc()
-        self._metrics.tokens.labels(tenant, "prompt").inc(usage.prompt_tokens)
-        self._metrics.tokens.labels(tenant, "output").inc(usage.output_tokens)
-        if (
-            usage.output_tokens
-            and not step.held.claimed.record.total_output_tokens
-            and not step.held.engine_deaths
-        ):
-            # Elsewhere its first token came before this engine knew it.
-            self._metrics.first_token.labels(record.sla_class).observe(usage.waited_s)
 
     def _note_redis(self, error: BatondError | None) -> None:
         """Redis did what was asked, or did not: away, full, or another fault it may recover from."""

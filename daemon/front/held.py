@@ -29,7 +29,7 @@ from batond.daemon.wire.messages import (
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from batond.daemon.front.hub import LiveEvent, LiveJob
     from batond.daemon.queue import ClaimedJob
@@ -52,6 +52,25 @@ def choice_of(query_id: str) -> int:
 
 
 @dataclass(slots=True)
+class ChoiceTimes:
+    """When things happened to a choice under this claim; monotonic seconds, None is not (any more).
+
+    Attributes:
+        rowless_s: Since when it has had no row, and competes for one.
+        parked_s: When it was parked.
+        first_token_s: Its first token came.
+        last_token_s: Its latest token came.
+        later_tokens: Tokens after those that came first.
+    """
+
+    rowless_s: float | None = None
+    parked_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    later_tokens: int = 0
+
+
+@dataclass(slots=True)
 class HeldChoice:
     """One choice of a held job; a query of its own in the engine.
 
@@ -61,6 +80,7 @@ class HeldChoice:
         parked: It lost its row and is not back.
         finish_reason: Why it ended; empty while it goes on.
         usage: What it cost under this claim, once it has ended.
+        times: For metrics.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -68,6 +88,7 @@ class HeldChoice:
     parked: bool = False
     finish_reason: str = ""
     usage: Usage | None = None
+    times: ChoiceTimes = field(default_factory=ChoiceTimes)
 
 
 @dataclass(slots=True)
@@ -105,6 +126,8 @@ class HeldJob:
             HeldChoice(list(one.token_ids), had_row=had_row, finish_reason=one.finish_reason)
             for one in self.claimed.choices
         ]
+        for choice in self.choices:
+            choice.times.rowless_s = self.claimed_s - self.claimed.record.waited_ms / 1000
 
     @property
     def tenant(self) -> str:
@@ -122,6 +145,17 @@ class HeldJob:
         return job_ref(self.tenant, self.job_id)
 
     @property
+    def had_row(self) -> bool:
+        """Whether any of its choices had a row before."""
+        return any(choice.had_row for choice in self.choices)
+
+    @property
+    def age_s(self) -> float:
+        """Time since it was accepted."""
+        before_ms = max(0, self.claimed.now_ms - self.claimed.record.created_ms)
+        return before_ms / 1000 + time.monotonic() - self.claimed_s
+
+    @property
     def left_s(self) -> float:
         """Time to its deadline; infinity if it has none."""
         left_ms = self.claimed.deadline_in_ms
@@ -131,7 +165,7 @@ class HeldJob:
     def left_to_start_s(self) -> float:
         """Time in which it must get its first row; infinity if it may wait, or had one."""
         left_ms = self.claimed.start_in_ms
-        if left_ms is None or any(choice.had_row for choice in self.choices):
+        if left_ms is None or self.had_row:
             return math.inf
         return left_ms / 1000 - (time.monotonic() - self.claimed_s)
 
@@ -201,10 +235,19 @@ class HeldJob:
         step.fail(reason, message)
         return step.finish()
 
-    def digest(self, events: Sequence[QueryEvent]) -> JobStep:
-        """Turn one step's events of this job into a commit and what watchers see after it."""
+    def digest(
+        self, events: Sequence[QueryEvent], on_event: Callable[[HeldJob, QueryEvent], None] | None = None
+    ) -> JobStep:
+        """Turn one step's events of this job into a commit and what watchers see after it.
+
+        Args:
+            events: In order.
+            on_event: Called with each event before it is taken in.
+        """
         step = _StepBuilder(self)
         for event in events:
+            if on_event is not None:
+                on_event(self, event)
             step.add(event)
         return step.finish()
 
@@ -334,7 +377,7 @@ class _StepBuilder:
         choice = self._held.choices[index]
         if choice.had_row:
             self._events.append(CameBack(index, reason))
-        elif not any(one.had_row for one in self._held.choices):
+        elif not self._held.had_row:
             self._events.append(GotRow(reason))
         self._held.active = self._moved = choice.had_row = True
         choice.parked = False

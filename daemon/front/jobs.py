@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from batond.daemon.errors import InvalidRequestError, RequestTooLargeError, UnavailableError
+from batond.daemon.errors import BatondError, InvalidRequestError, RequestTooLargeError, UnavailableError
 from batond.daemon.front import convert, ranks
 from batond.daemon.front.follow import Ended
 from batond.daemon.front.hub import GotRow
@@ -200,6 +200,16 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
                 limit=self._max_message_bytes,
             )
         job_id = check_job_id(job_id)
+        try:
+            return await self._accept(tenant, job_id, spec, left_s)
+        except BatondError as error:
+            if quota := error.details.get("quota"):
+                self._metrics.quota_refusals.labels(self._metrics.tenant(tenant.name), quota).inc()
+            raise
+
+    async def _accept(
+        self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec, left_s: float | None
+    ) -> tuple[JobRecord, bool]:
         checked = await asyncio.to_thread(self._reader.read, spec, tenant)
         limit = checked.limit.within(left_s)
         longest_queue_s = self._classes.get(checked.sla_class).longest_queue_s

@@ -180,6 +180,7 @@ class RequestReader:
                 f"the prompt has {len(prompt)} tokens; tenant {tenant.name} may send {longest}",
                 reason="PROMPT_TOO_LONG",
                 field=field,
+                quota="longest_prompt_tokens",
                 limit=longest,
                 prompt_tokens=len(prompt),
             )

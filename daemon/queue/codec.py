@@ -49,6 +49,7 @@ def refused_submit(
         return ExhaustedError(
             f"this tenant has {number} waiting jobs, its limit is {limits.queued}: retry later",
             reason="TENANT_QUEUE_FULL",
+            quota="max_queued",
             waiting=number,
             limit=limits.queued,
             retry_ms=retry_ms,

@@ -354,7 +354,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         queued: Waiting jobs by class.
-        oldest_wait_ms: Age of the stay of each class's first waiting job.
+        oldest_wait_ms: Time for which each class's first waiting job has waited, over all its stays.
         held: Jobs under lease, all daemons.
         dead: Dead letters.
         totals: Monotonic: submitted, claimed, succeeded, cancelled, failed, dead, handed_back, reaped,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote
 
 import structlog
 
@@ -37,7 +38,7 @@ from batond.daemon.queue.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import redis.asyncio
 
@@ -48,6 +49,10 @@ REAP_LIMIT: Final = 200  # Jobs of each kind a reap: bounds the server's time.
 NOBODY: Final[Mapping[str, TenantLimits]] = MappingProxyType({})
 
 _log = structlog.get_logger(__name__)
+
+
+def _nothing(*_: object) -> None:
+    """Tells nobody."""
 
 
 class JobStore(JobReader):
@@ -201,6 +206,7 @@ class JobStore(JobReader):
         *,
         lease_ms: int,
         tenants: Mapping[str, TenantLimits] = NOBODY,
+        on_rest: Callable[[str, str], None] = _nothing,
     ) -> list[ClaimedJob]:
         """Takes waiting jobs: class, then tenant by its share, then deadline and arrival.
 
@@ -213,6 +219,7 @@ class JobStore(JobReader):
             limits: Most jobs to take of each class; classes left out get none.
             lease_ms: Time after which somebody else may take them if the lease is not renewed.
             tenants: Weights and quotas by tenant; one that is not named has weight 1 and no quota.
+            on_rest: Is told of tenants that are at a quota, and of which, when they lose their turn.
 
         Raises:
             InvalidRequestError: The owner has no name, which in Redis means: nobody.
@@ -226,7 +233,11 @@ class JobStore(JobReader):
                 if limits.get(sla_class, 0) > 0:
                     rooms += [sla_class, limits[sla_class]]
             shares = encode_limits(tenants)
-            now_ms, reply = await self._call("claim", owner, lease_ms, shares, len(held), *held, *rooms)
+            now_ms, reply, rests = await self._call(
+                "claim", owner, lease_ms, shares, len(held), *held, *rooms
+            )
+            for tenant, quota in rests:
+                on_rest(unquote(tenant.decode()), quota.decode())
             jobs = []
             for raw_ref, flat, spec, output in reply:
                 try:

@@ -20,11 +20,44 @@ if TYPE_CHECKING:
 
     from batond.daemon.wire.messages import Snapshot
 
-MAX_TENANT_LABELS: Final = 200
+MOST_TENANTS: Final = 50
 OTHER_TENANT: Final = "other"
 _LATENCY_BUCKETS_S: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5),
     *(5.0, 10.0, 30.0, 60.0, 300.0, float("inf")),
+)
+_TOKEN_BUCKETS_S: Final = (
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    10.0,
+    float("inf"),
+)
+#: Longer than latencies: parks and queues may last hours.
+_WAIT_BUCKETS_S: Final = (
+    0.01,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+    1800.0,
+    float("inf"),
 )
 
 
@@ -32,11 +65,14 @@ class Metrics:
     """All metrics of one daemon, in a registry of their own.
 
     Args:
-        tenants: Names of the configured tenants; what exceeds `MAX_TENANT_LABELS` is counted as "other".
+        tenants: Names of the configured tenants.
+        most_tenants: Tenants with a label of their own, the first that are known; the rest is "other". Nobody
+            loses a label again: counters must never fall.
     """
 
-    def __init__(self, tenants: Collection[str] = ()) -> None:
+    def __init__(self, tenants: Collection[str] = (), *, most_tenants: int = MOST_TENANTS) -> None:
         self.registry = registry = CollectorRegistry()
+        self._most_tenants = most_tenants
         self._tenants: set[str] = set()
         self.know_tenants(tenants)
         self._close: Callable[[], None] | None = None
@@ -51,22 +87,48 @@ class Metrics:
         self.rpcs = Counter(
             "batond_rpcs_refused", "Calls answered with an error.", ("method", "code"), registry=registry
         )
+        self.queue_time = Histogram(
+            "batond_queue_time_seconds",
+            "Acceptance to first row.",
+            job,
+            registry=registry,
+            buckets=_WAIT_BUCKETS_S,
+        )
         self.first_token = Histogram(
             "batond_time_to_first_token_seconds",
-            "Submission to first token.",
-            ("sla_class",),
+            "Acceptance to first token.",
+            job,
             registry=registry,
             buckets=_LATENCY_BUCKETS_S,
         )
-        self.queue_wait = Histogram(
-            "batond_queue_wait_seconds",
-            "Submission to claim.",
-            ("sla_class",),
+        self.output_token = Histogram(
+            "batond_time_per_output_token_seconds",
+            "One token to the next, the mean of a generation, parks included.",
+            job,
             registry=registry,
-            buckets=_LATENCY_BUCKETS_S,
+            buckets=_TOKEN_BUCKETS_S,
         )
         self.preemptions = Counter(
-            "batond_preemptions", "Queries that lost their row.", ("cause", "mode"), registry=registry
+            "batond_preemptions", "Queries that lost their row.", (*job, "cause", "mode"), registry=registry
+        )
+        self.park_time = Histogram(
+            "batond_park_seconds",
+            "Losing a row to having one again, or to the end.",
+            job,
+            registry=registry,
+            buckets=_WAIT_BUCKETS_S,
+        )
+        self.starvation_age = Gauge(
+            "batond_starvation_age_seconds",
+            "Longest time that a job of the class has been without a row now.",
+            ("sla_class",),
+            registry=registry,
+        )
+        self.quota_refusals = Counter(
+            "batond_quota_refusals",
+            "Jobs refused, and turns taken away, because a tenant was at a quota.",
+            ("tenant", "quota"),
+            registry=registry,
         )
         self.commit = Histogram(
             "batond_commit_seconds",
@@ -90,9 +152,10 @@ class Metrics:
         registry.register(self.engine)
 
     def know_tenants(self, names: Collection[str]) -> None:
-        """Give tenants labels of their own, those known first, as long as there are any left."""
-        for name in sorted(set(names) - self._tenants)[: MAX_TENANT_LABELS - len(self._tenants)]:
-            self._tenants.add(name)
+        """Give tenants labels of their own, first come first served, as long as there are any left."""
+        for name in names:
+            if len(self._tenants) < self._most_tenants:
+                self._tenants.add(name)
 
     def tenant(self, name: str) -> str:
         """The label for a tenant."""

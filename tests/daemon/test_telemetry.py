@@ -124,6 +124,24 @@ def test_metrics_are_scraped_over_http() -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
 
 
+def test_the_first_tenants_have_labels_of_their_own_and_keep_them() -> None:
+    """However many come and go, no counter falls: nobody's label is given away."""
+    metrics = Metrics(["z", "a"], most_tenants=3)
+    metrics.know_tenants(["z", "a", "m", "late"])
+    metrics.know_tenants(["late", "later"])
+    named = [metrics.tenant(name) for name in ("z", "a", "m", "late", "later", "stranger")]
+    assert named == ["z", "a", "m", *[OTHER_TENANT] * 3]
+    assert Metrics(["a"], most_tenants=0).tenant("a") == OTHER_TENANT
+
+
+def test_names_keep_the_conventions_of_prometheus() -> None:
+    for family in Metrics().registry.collect():
+        assert family.name.startswith("batond_")
+        assert not family.name.endswith(("_total", "_ms", "_count"))
+        if family.type == "histogram":
+            assert family.name.endswith("_seconds")
+
+
 def test_two_daemons_in_one_process_do_not_share_metrics() -> None:
     assert Metrics().registry is not Metrics().registry
 

@@ -8,6 +8,7 @@ import tomllib
 from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
+from prometheus_client.metrics import MetricWrapperBase
 from pydantic import BaseModel
 
 from batond.clients.cli import app as batonctl
@@ -103,6 +104,25 @@ def test_metrics_in_the_pages_exist_and_all_are_documented(
 ) -> None:
     named = {span for _, span in spans if re.fullmatch(r"batond_[a-z_]+", span)}
     assert named == metric_names
+
+
+def test_labels_in_the_table_are_those_of_the_metrics(root: Path) -> None:
+    text = (root / "docs" / "operations.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| metric \| labels \| .*?\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    assert table
+    rows = [row.split("|")[1:3] for row in table[0].strip().splitlines()[2:]]
+    named = {
+        name: re.findall(r"`(\w+)`", labels)
+        for names, labels in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    real = {
+        one._name: list(one._labelnames)
+        for one in vars(Metrics()).values()
+        if isinstance(one, MetricWrapperBase)
+    }
+    assert len(real) > 15
+    assert {name: named.get(name) for name in real} == real
 
 
 # -- configuration ----------------------------------------------------------------------------------------

@@ -43,11 +43,46 @@ async def test_a_tenants_waiting_jobs_are_limited(queue: Queue) -> None:
     with pytest.raises(ExhaustedError) as caught:
         await queue.submit("c", limits=limits)
     assert caught.value.reason == "TENANT_QUEUE_FULL"
-    assert caught.value.details == {"waiting": "2", "limit": "2", "retry_ms": "1000"}
+    assert caught.value.details == {
+        "quota": "max_queued",
+        "waiting": "2",
+        "limit": "2",
+        "retry_ms": "1000",
+    }
     assert not await queue.submit("a", limits=limits)  # Attaching needs no room.
     assert await queue.submit("c", tenant="u", limits=limits)
     await queue.store.cancel("t", "a")
     assert await queue.submit("c", limits=limits)
+
+
+async def test_who_loses_its_turn_is_named_with_its_quota(queue: Queue) -> None:
+    limits = {"one ä": TenantLimits(running=1), "few": TenantLimits(tokens_per_minute=5)}
+    for tenant in limits:
+        for i in range(3):
+            await queue.submit(f"j{i}", tenant=tenant, prompt_tokens=9)
+    rests: list[tuple[str, str]] = []
+    for _ in range(2):  # Who rests already is not told again.
+        claimed = await queue.store.claim(
+            "d1",
+            {"standard": 9},
+            lease_ms=60_000,
+            tenants=limits,
+            on_rest=lambda tenant, quota: rests.append((tenant, quota)),
+        )
+    assert claimed == []
+    assert sorted(rests) == [("few", "tokens_per_minute"), ("one ä", "max_running")]
+
+
+async def test_the_age_of_the_oldest_job_counts_all_its_stays(queue: Queue) -> None:
+    """S8."""
+    await queue.submit("a")
+    key = queue.store.keys.job("t/a")
+    await queue.client.hincrby(key, "queued_ms", -5000)
+    job = await queue.claim_one()
+    assert (await queue.store.counts()).oldest_wait_ms["standard"] == 0
+    await queue.store.hand_back("d1", "t", "a", job.record.epoch)
+    await queue.client.hincrby(key, "queued_ms", -2000)
+    assert 7000 <= (await queue.store.counts()).oldest_wait_ms["standard"] < 30_000
 
 
 async def test_submits_at_once_do_not_pass_the_limit(queue: Queue) -> None:

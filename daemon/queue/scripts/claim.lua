@@ -3,7 +3,8 @@
 -- KEYS  base
 -- ARGV  owner, lease_ms, JSON {tenant: [weight, running, tokens per minute]} or '', number of held, held refs ...,
 --       then pairs of class and limit in order of urgency
--- Gives {now_ms, list of {ref, record, spec, outputs}}; an output a choice, as XRANGE gives it.
+-- Gives {now_ms, list of {ref, record, spec, outputs}, list of {tenant, quota}}: an output a choice, as XRANGE gives
+-- it, and the tenants whose turn was taken away.
 -- From  queued -> claimed, epoch + 1; queued -> failed, if it is late.
 -- A claim whose reply got lost leaves jobs that this owner has but does not name as held: they are given
 -- again under their epoch, so a repeated call loses nothing.
@@ -15,7 +16,7 @@ local RETURNS_PER_CALL = 500
 local GARBAGE_PER_CALL = 100
 local now_ms = clock()
 local lease_end = int(now_ms + lease_ms)
-local given, skips, rubbish = {}, 0, 0
+local given, rests, skips, rubbish = {}, {}, 0, 0
 
 local function give(ref, choices)
   redis.call('ZADD', LEASES, lease_end, ref)
@@ -75,12 +76,13 @@ local function choose(class)
       return nil
     end
     local limits = tenants[tenant] or NO_LIMITS
-    local rest_ms = rest_until(tenant, limits[2], limits[3], now_ms)
+    local rest_ms, quota = rest_until(tenant, limits[2], limits[3], now_ms)
     if not rest_ms then
       return tenant, tonumber(turn[2]), limits
     end
     redis.call('ZREM', TURN .. class, tenant)
     redis.call('ZADD', RESTING .. class, int(rest_ms), tenant)
+    rests[#rests + 1] = { tenant, quota }
     skips = skips + 1
   end
 end
@@ -180,4 +182,4 @@ end
 for i = 5 + held_count, #ARGV, 2 do
   claim(ARGV[i], tonumber(ARGV[i + 1]))
 end
-return { int(now_ms), given }
+return { int(now_ms), given, rests }

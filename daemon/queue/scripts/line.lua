@@ -204,12 +204,13 @@ local function minute_over(tenant, most, now_ms)
   return (minute + 1) * MINUTE_MS + math.floor(MINUTE_MS * (1 - most / now)) + 1
 end
 
--- When to look again at a tenant that gets nothing more now, in ms; nil if it may be given a job.
+-- When to look again at a tenant that gets nothing more now, in ms, and at which quota it is; nil if it may be given a
+-- job.
 local function rest_until(tenant, running, tokens_per_minute, now_ms)
   if running > 0 and (ask('SCARD', HOLDS .. tenant) or 0) >= running then
-    return now_ms + LOOK_AGAIN_MS
+    return now_ms + LOOK_AGAIN_MS, 'max_running'
   elseif tokens_per_minute > 0 then
-    return minute_over(tenant, tokens_per_minute, now_ms)
+    return minute_over(tenant, tokens_per_minute, now_ms), 'tokens_per_minute'
   end
   return nil
 end
