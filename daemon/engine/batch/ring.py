@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, RingWindow, active_window, ranges_up_to
+from batond.daemon.engine.batch.ring_attention import (
+    RING_ATTENTION,
+    RingWindow,
+    active_window,
+    ignored_arguments,
+    ranges_up_to,
+)
 from batond.daemon.engine.model.causal import note_states
 from batond.daemon.engine.model.recipe import Recipe
 from batond.daemon.errors import UnsupportedModelError
@@ -74,7 +80,9 @@ class RingBatch:
         self._state = torch.zeros(rows, layout.state_bytes, dtype=torch.uint8, device=model.device)
         self._lengths = [0] * rows
         self._cursor = -1  # Newest column; -1 before the first.
-        self._window = RingWindow(self._storage, row_by_row=row_by_row)
+        self._window = RingWindow(
+            self._storage, row_by_row=row_by_row, ignored=ignored_arguments(model.attention_name)
+        )
         self._cache = self._ring_cache()
 
     @property

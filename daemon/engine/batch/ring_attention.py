@@ -9,14 +9,17 @@ model passes them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from batond.daemon.errors import UnsupportedModelError
 
@@ -73,6 +76,7 @@ class RingWindow:
     Args:
         storage: The ring's records, shape [rows, capacity, record].
         row_by_row: Read every row by itself and in one piece, so that no shape depends on its mates.
+        ignored: Arguments that the model passes and its own attention ignores.
 
     Attributes:
         in_order: Whether a wrapped window is copied together; set by the first attention over computed keys.
@@ -85,8 +89,11 @@ class RingWindow:
         runs: All rows, in order, as they are read.
     """
 
-    def __init__(self, storage: torch.Tensor, *, row_by_row: bool = False) -> None:
+    def __init__(
+        self, storage: torch.Tensor, *, row_by_row: bool = False, ignored: frozenset[str] = frozenset()
+    ) -> None:
         self.row_by_row = row_by_row
+        self.ignored = ignored
         self.capacity = storage.shape[1]
         self.device = storage.device
         self._call_columns = _CALL_COLUMNS.get(storage.device.type, _CALL_COLUMNS["cpu"])
@@ -232,6 +239,34 @@ def ring_mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: A
     return window.to_ring_order(sdpa_mask(*args, mask_function=mask_function, **kwargs))
 
 
+@functools.cache
+def ignored_arguments(attention: str) -> frozenset[str]:
+    """Which of `softcap`, `s_aux` and `sinks` an attention function takes without using them.
+
+    Transformers' sdpa did so with a soft cap before 5.24: a ring that heeds it would give other logits than
+    `generate`. The function itself is asked; what it refuses, or what can't be asked here, counts as used.
+
+    Args:
+        attention: Name of a registered function; "eager" is the model's own, which uses what it is passed.
+    """
+    function = ALL_ATTENTION_FUNCTIONS.get(attention)
+    if function is None:
+        return frozenset()
+    module = SimpleNamespace(is_causal=False, num_key_value_groups=1, training=False)
+    states = torch.tensor([[[[3.0, 1.0], [1.0, -2.0]]]])
+
+    def attend(**options: Any) -> torch.Tensor:
+        found: torch.Tensor = function(module, states, states, states, None, scaling=1.0, **options)[0]
+        return found
+
+    ignored = set()
+    for name, value in (("softcap", 0.5), ("s_aux", torch.ones(1)), ("sinks", torch.ones(1))):
+        with contextlib.suppress(Exception):
+            if torch.equal(attend(), attend(**{name: value})):
+                ignored.add(name)
+    return frozenset(ignored)
+
+
 def ring_attention(  # noqa: PLR0917 - the interface's signature
     module: torch.nn.Module,  # noqa: ARG001 - the interface's signature
     query: torch.Tensor,
@@ -262,6 +297,7 @@ def ring_attention(  # noqa: PLR0917 - the interface's signature
     window.note_keys(key)
     rows, heads, _, dim = query.shape
     grouped = query.view(rows, key.shape[1], heads // key.shape[1], dim)
+    kwargs = {name: value for name, value in kwargs.items() if name not in window.ignored}
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     call = _Call(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

@@ -95,6 +95,11 @@ class CausalModel:
         """The model's own name, or its family."""
         return str(getattr(self.config, "_name_or_path", "") or self.config.model_type)
 
+    @property
+    def attention_name(self) -> str:
+        """Name of the attention function that forwards run with."""
+        return str(self.config._attn_implementation)  # noqa: SLF001 - there is no public getter
+
     @contextlib.contextmanager
     def attention(self, name: str) -> Iterator[None]:
         """Run forwards inside with another registered attention function."""

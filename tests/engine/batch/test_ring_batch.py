@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from batond.bench import families
 from batond.daemon.engine.batch import ring_attention
@@ -191,3 +194,39 @@ def test_an_idle_row_writes_nothing(bench: Any) -> None:
         ring.step({1: [token]})
     assert not ring._storage[0].any()
     assert not ring._storage[2].any()
+
+
+def test_a_soft_cap_that_the_models_own_attention_ignores_is_ignored(
+    make_bench: Callable[..., Any],
+) -> None:
+    """R2: transformers' sdpa ignored it before 5.24, in `generate` too; two attentions must not differ."""
+
+    def deaf(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("deaf", deaf)
+    AttentionMaskInterface.register("deaf", sdpa_mask)
+    model = families.make_family("gemma2", attn_logit_softcapping=0.5)
+    tokens, logits = prompt(9), {}
+    for attention in ("eager", "deaf"):
+        model.config._attn_implementation = attention
+        bench = make_bench(model)
+        ring = bench.ring(2, 24)
+        ring.embed(1, bench.prefilled(tokens[:-1]))
+        logits[attention] = ring.step({1: tokens[-1:]})[1]
+        assert close(logits[attention], bench.alone(tokens)), attention
+    assert not close(logits["eager"], logits["deaf"])
+
+
+def test_what_a_registered_attention_uses_is_found_out_by_calling_it() -> None:
+    def refuses(*_args: Any, **kwargs: Any) -> Any:
+        raise ValueError(f"can't do {kwargs}")
+
+    def heeds(_module: Any, query: torch.Tensor, *_: Any, softcap: float = 1.0, **__: Any) -> Any:
+        return query * softcap, None
+
+    AttentionInterface.register("refuses", refuses)
+    AttentionInterface.register("heeds", heeds)
+    assert ring_attention.ignored_arguments("refuses") == frozenset()
+    assert ring_attention.ignored_arguments("heeds") == {"s_aux", "sinks"}
+    assert ring_attention.ignored_arguments("eager") == frozenset()
