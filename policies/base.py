@@ -108,6 +108,24 @@ class TracksEnds(Protocol):
 
 
 @runtime_checkable
+class PreemptsByLevel(Protocol):
+    """A policy whose `may_preempt` goes by class, or by the first number of `rank`; optional beside `Policy`.
+
+    It makes full batches cheap: a planner looks at running queries one by one only where it has to.
+    """
+
+    def victim_bar(self, newcomer: QueryView, class_order: int, now_s: float) -> float | None:
+        """The level (first number of `rank`) above which running queries of a class may be pre-empted.
+
+        Returns:
+            Infinity: none of the class. Minus infinity: all that are preemptible; then `rank` must put them
+            behind all running queries of more urgent classes. A number: those of a higher level, whatever
+            else they are. None: `may_preempt` is asked about each. Whoever is above the bar can't pre-empt
+            `newcomer`, and `may_preempt` would say the same.
+        """
+
+
+@runtime_checkable
 class KeepsLines(Protocol):
     """A policy that can say whose order never changes; optional beside `Policy`.
 

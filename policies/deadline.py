@@ -65,23 +65,11 @@ class Deadline:
 
     def slack_s(self, query: QueryView, now_s: float) -> float:
         """Time that may pass before the query has to be worked on; negative if it is late."""
-        due_s = query.arrival_s + query.ttft_target_s
-        prefill_s = query.to_prefill_tokens * self._prefill_token_s
-        work_s = prefill_s
-        if query.output_tokens > 0:
-            due_s += query.output_tokens * query.tpot_target_s
-            work_s += self._token_s
-        by_class_s = due_s - now_s - work_s
-        if query.deadline_s == math.inf:
-            return by_class_s
-        own_s = query.deadline_s - now_s - prefill_s - self._history.remaining_tokens(query) * self._token_s
-        if own_s < 0 and query.phase is not Phase.RUNNING:
-            return by_class_s
-        return min(by_class_s, max(own_s, 0.0))
+        return self._latest_start_s(query, now_s) - now_s
 
     def rank(self, query: QueryView, now_s: float) -> Rank:
-        """Order by slack, then arrival."""
-        return (self.slack_s(query, now_s), query.arrival_s, query.seq)
+        """Order by slack, then arrival; time, by which all slacks fall alike, is left out, so ranks last."""
+        return (self._latest_start_s(query, now_s), query.arrival_s, query.seq)
 
     def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:
         """For clearly less slack, downwards in class or, within a class, towards later deadlines."""
@@ -90,7 +78,15 @@ class Deadline:
             return False
         if order == 0 and newcomer.deadline_s >= victim.deadline_s:
             return False
-        return self.slack_s(newcomer, now_s) + self._margin_s < self.slack_s(victim, now_s)
+        bar_s = self._latest_start_s(newcomer, now_s) + self._margin_s
+        return bar_s < self._latest_start_s(victim, now_s)
+
+    def victim_bar(self, newcomer: QueryView, class_order: int, now_s: float) -> float | None:
+        """By slack downwards in class; in its own one by one, and only for a deadline."""
+        if newcomer.class_order == class_order and newcomer.deadline_s < math.inf:
+            return None
+        less_urgent = newcomer.class_order < class_order
+        return self._latest_start_s(newcomer, now_s) + self._margin_s if less_urgent else math.inf
 
     def line_of(self, query: QueryView) -> int | str:
         """One a class; who has a deadline of its own stands alone, for its slack can stop to count."""
@@ -103,3 +99,18 @@ class Deadline:
         """Learn the length of an output."""
         if query.output_tokens > 0:
             self._history.add(query)
+
+    def _latest_start_s(self, query: QueryView, now_s: float) -> float:
+        due_s = query.arrival_s + query.ttft_target_s
+        prefill_s = query.to_prefill_tokens * self._prefill_token_s
+        work_s = prefill_s
+        if query.output_tokens > 0:
+            due_s += query.output_tokens * query.tpot_target_s
+            work_s += self._token_s
+        by_class_s = due_s - work_s
+        if query.deadline_s == math.inf:
+            return by_class_s
+        own_s = query.deadline_s - prefill_s - self._history.remaining_tokens(query) * self._token_s
+        if own_s < now_s and query.phase is not Phase.RUNNING:
+            return by_class_s
+        return min(by_class_s, max(own_s, now_s))

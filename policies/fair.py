@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -93,10 +94,9 @@ class Fair:
         account = self._account(query)
         if query.phase is Phase.RUNNING:
             return (order, order, account.given, query.arrival_s, query.seq)
-        fresh = query.park_seq == 0 and query.phase is not Phase.PARKED
-        if fresh and query.query_id not in account.tags:
-            self._enter(query, account)
         tag = account.tags.get(query.query_id)
+        if tag is None and query.park_seq == 0 and query.phase is not Phase.PARKED:
+            tag = self._enter(query, account)
         place = account.given if tag is None else tag + account.shift
         level = order - (self._now_s - self._since_s.get(order, self._now_s)) // self.ageing_s
         # An aged class stands behind the class whose level it has come to: their counters don't compare.
@@ -106,6 +106,11 @@ class Fair:
         """By configured class only."""
         del now_s
         return victim.preemptible and newcomer.class_order < victim.class_order
+
+    def victim_bar(self, newcomer: QueryView, class_order: int, now_s: float) -> float:
+        """By configured class only."""
+        del now_s
+        return -math.inf if newcomer.class_order < class_order else math.inf
 
     def line_of(self, query: QueryView) -> tuple[int, str]:
         """One a class and tenant: a counter moves all its places at once."""
@@ -150,7 +155,7 @@ class Fair:
             account = tenants[query.tenant] = _Account(given=floor, end=floor)
         return account
 
-    def _enter(self, query: QueryView, account: _Account) -> None:
+    def _enter(self, query: QueryView, account: _Account) -> float:
         if not account.line:
             tenants = self._accounts[query.class_order].values()
             if not any(other.line for other in tenants):
@@ -160,9 +165,10 @@ class Fair:
         # Inline, a prompt is computed by the batch: it shows nothing to prefill.
         tokens = query.to_prefill_tokens or max(0, query.prompt_tokens - query.prefilled_tokens)
         cost = tokens * self._prompt_weight / query.tenant_weight
-        account.tags[query.query_id] = account.end
+        tag = account.tags[query.query_id] = account.end
         account.line[query.query_id] = cost
         account.end += cost
+        return tag
 
     def _floor(self, class_order: int) -> float:
         """Counter to which a tenant that comes back is lifted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ class Fcfs:
         """Never: who has a row keeps it."""
         del newcomer, victim, now_s
         return False
+
+    def victim_bar(self, newcomer: QueryView, class_order: int, now_s: float) -> float:
+        """Nobody."""
+        del newcomer, class_order, now_s
+        return math.inf
 
     def line_of(self, query: QueryView) -> int:
         """All stand in one."""

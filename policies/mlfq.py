@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from batond.daemon.errors import ConfigError
@@ -94,6 +95,13 @@ class Mlfq:
         if self.queue_of(newcomer) >= self.queue_of(victim):
             return False
         return self._preempt_alike or self._ceiling(newcomer) < self._ceiling(victim)
+
+    def victim_bar(self, newcomer: QueryView, class_order: int, now_s: float) -> float | None:
+        """By class; within its own one by one."""
+        del now_s
+        if newcomer.class_order == class_order:
+            return None
+        return -math.inf if newcomer.class_order < class_order else math.inf
 
     def line_of(self, query: QueryView) -> tuple[int, int]:
         """One a class and queue joined."""

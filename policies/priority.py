@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from batond.policies.ageing import aged_level, check_ageing
@@ -52,6 +53,11 @@ class Priority:
         """By configured class only: an aged query waits for a row that comes free."""
         del now_s
         return victim.preemptible and newcomer.class_order < victim.class_order
+
+    def victim_bar(self, newcomer: QueryView, class_order: int, now_s: float) -> float:
+        """By configured class only."""
+        del now_s
+        return -math.inf if newcomer.class_order < class_order else math.inf
 
     def line_of(self, query: QueryView) -> int:
         """One a class: within it the earlier arrival is never aged less."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from batond.daemon.errors import ConfigError
@@ -64,6 +65,13 @@ class Shortest:
             and history.remaining_tokens(newcomer) * self.gain <= history.remaining_tokens(victim)
             and history.total_tokens(newcomer) * self.gain <= history.total_tokens(victim)
         )
+
+    def victim_bar(self, newcomer: QueryView, class_order: int, now_s: float) -> float | None:
+        """By class; within its own one by one."""
+        del now_s
+        if newcomer.class_order == class_order:
+            return None
+        return -math.inf if newcomer.class_order < class_order else math.inf
 
     def line_of(self, query: QueryView) -> tuple[int, str, str, int]:
         """One a flow and limit: with those the expectation is the same, whatever is learnt."""

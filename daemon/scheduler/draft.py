@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from batond.daemon.scheduler.line import Line
     from batond.daemon.scheduler.plan import BatchView
-    from batond.daemon.scheduler.victims import PlannerLimits
     from batond.policies.base import QueryView
 
 #: Reasons are given for the head of the line only: the rest waits for the same things.
@@ -41,16 +40,10 @@ class Draft:
     bytes that its own victims give back.
     """
 
-    def __init__(
-        self,
-        view: BatchView,
-        line: Line,
-        limits: PlannerLimits,
-    ) -> None:
-        running = line.running.values()
-        self._view, self._line, self._limits = view, line, limits
-        self._victims = VictimPool(running, line.policy, limits, view.now_s)
-        self._free_rows = view.rows - len(running)
+    def __init__(self, view: BatchView, line: Line) -> None:
+        self._view, self._line = view, line
+        self._victims = VictimPool(line, view.now_s)
+        self._free_rows = view.rows - len(line.running)
         self._free_bytes = math.inf if view.kv_free_bytes is None else view.kv_free_bytes
         self._earmarked_bytes: float = 0
         # Reserved but not yet written: usable by chunks, which run before the rows are taken.
@@ -227,12 +220,8 @@ class Draft:
         if query.to_prefill_tokens > 0:
             return
         if self._soon_free is None:
-            near = self._limits.prefetch_tokens
-            taken = {order.query_id for order in self._park}
-            self._soon_free = sum(
-                other.max_tokens - other.output_tokens <= near and other.query_id not in taken
-                for other in self._line.running.values()
-            )
+            ending = self._line.running.ending
+            self._soon_free = len(ending) - sum(order.query_id in ending for order in self._park)
         if self._soon_free == 0:
             return
         self._soon_free -= 1

@@ -8,15 +8,16 @@ from bisect import bisect_left, insort
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from batond.daemon.scheduler.claims import in_parked_line
-from batond.policies.base import Phase
+from batond.policies.base import Phase, Rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from batond.policies.base import QueryView, Rank
+    from batond.policies.base import QueryView
 
-#: Level, 0 for parked, park order, rest of the rank, seq. The level is the first component of the rank.
-SortKey: TypeAlias = tuple[float, ...]
+#: Level, 0 for parked, park order, rank, seq. The level is the first number of the rank, and of the rank of
+#: a parked query nothing else is of use, for no two have the same park order.
+SortKey: TypeAlias = tuple[float, int, int, Rank, int]
 
 
 class Kind(enum.IntEnum):  # Integers, for they are hashed often.
@@ -36,6 +37,7 @@ UNTOUCHED: Final = (Kind.PROMPT, Kind.ROWLESS, Kind.INLINE)
 PARKED: Final = (Kind.COPY, Kind.DROPPED)
 
 LaneKey: TypeAlias = tuple[int, Kind, object]  # Class order, kind, the policy's line.
+_Place: TypeAlias = tuple[SortKey, int, int]  # Key of a claim, number of its lane, its place there.
 
 
 def kind_of(query: QueryView) -> Kind:
@@ -51,8 +53,11 @@ def kind_of(query: QueryView) -> Kind:
 class LineLane:
     """Claims that keep their places among each other; a newcomer is ranked against them as they are then."""
 
-    def __init__(self, class_order: int, kind: Kind) -> None:
-        self.class_order, self.kind = class_order, kind
+    parked = False
+
+    def __init__(self, key: LaneKey) -> None:
+        self.key = key
+        self.class_order, self.kind, _ = key
         self.seqs: list[int] = []
 
     def __len__(self) -> int:
@@ -62,7 +67,7 @@ class LineLane:
         """Number of the claim at a place."""
         return self.seqs[place]
 
-    def add(self, seq: int, key: tuple[Rank, int], key_of: Callable[[int], tuple[Rank, int]]) -> None:
+    def add(self, seq: int, key: SortKey, key_of: Callable[[int], SortKey]) -> None:
         """Put a claim in its place; most come last."""
         if not self.seqs or key_of(self.seqs[-1]) < key:
             self.seqs.append(seq)
@@ -77,8 +82,10 @@ class LineLane:
 class RankedLane:
     """Claims sorted by the ranks they had when they were put."""
 
-    def __init__(self, class_order: int, kind: Kind) -> None:
-        self.class_order, self.kind = class_order, kind
+    def __init__(self, key: LaneKey) -> None:
+        self.key = key
+        self.class_order, self.kind, _ = key
+        self.parked = self.kind in PARKED
         self.entries: list[tuple[SortKey, int]] = []
         self._keys: dict[int, SortKey] = {}
 
@@ -123,7 +130,7 @@ class Lanes(Protocol):
 class Walk:
     """Goes over the claims, the most urgent first, and looks into no lane longer than anybody can be served.
 
-    A lane that is shut waits at its place; once it opens, what waits there comes next.
+    A class and kind that is shut waits at its place with all its lanes; once it opens, it comes next.
 
     Args:
         line: Settled for this step.
@@ -139,44 +146,46 @@ class Walk:
     ) -> None:
         self._line = line
         self._shut = shut
-        self._paused: dict[tuple[int, Kind], list[tuple[SortKey, int, int]]] = {}
+        self._paused: list[tuple[int, Kind]] = []
         self._lanes = line.lanes(kinds)
-        self._heap: list[tuple[SortKey, int, int]] = [
-            (line.sort_key(lane, 0), number, 0) for number, lane in enumerate(self._lanes)
-        ]
-        heapq.heapify(self._heap)
+        self._heaps: dict[tuple[int, Kind], list[_Place]] = {}
+        for number, lane in enumerate(self._lanes):
+            heap = self._heaps.setdefault(lane.key[:2], [])
+            heap.append((line.sort_key(lane, 0), number, 0))
+        for heap in self._heaps.values():
+            heapq.heapify(heap)
+        self._heads = [(heap[0], group) for group, heap in self._heaps.items()]
+        heapq.heapify(self._heads)
 
     def reopen(self) -> None:
         """Look at shut lanes again: something has come free. Nothing else opens them."""
-        for (order, kind), entries in list(self._paused.items()):
-            if self._shut is None or not self._shut(order, kind):
-                for entry in entries:
-                    heapq.heappush(self._heap, entry)
-                del self._paused[order, kind]
+        paused, self._paused = self._paused, []
+        for group in paused:
+            if self._shut is not None and self._shut(*group):
+                self._paused.append(group)
+            else:
+                heapq.heappush(self._heads, (self._heaps[group][0], group))
 
     def __iter__(self) -> Iterator[QueryView]:
         """Yield claims; every one at most once."""
-        heap, lanes, line = self._heap, self._lanes, self._line
-        while heap:
-            _, number, place = entry = heap[0]
-            lane = lanes[number]
-            if self._shut is not None and self._is_shut(entry, lane.class_order, lane.kind):
-                heapq.heappop(heap)
+        heads, line = self._heads, self._line
+        while heads:
+            group = heads[0][1]
+            if self._shut is not None and self._shut(*group):
+                heapq.heappop(heads)
+                self._paused.append(group)
                 continue
+            heap = self._heaps[group]
+            _, number, place = heap[0]
+            lane = self._lanes[number]
             query = line.claim(lane, place)
             place += 1
             if place < len(lane):
                 heapq.heapreplace(heap, (line.sort_key(lane, place), number, place))
             else:
                 heapq.heappop(heap)
+            if heap:
+                heapq.heapreplace(heads, (heap[0], group))
+            else:
+                heapq.heappop(heads)
             yield query
-
-    def _is_shut(self, entry: tuple[SortKey, int, int], order: int, kind: Kind) -> bool:
-        paused = self._paused.get((order, kind))
-        if paused is not None:
-            paused.append(entry)
-            return True
-        if self._shut is None or not self._shut(order, kind):
-            return False
-        self._paused[order, kind] = [entry]
-        return True

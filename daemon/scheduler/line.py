@@ -15,14 +15,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from batond.daemon.scheduler.claims import in_parked_line
-from batond.daemon.scheduler.lanes import PARKED, UNTOUCHED, Kind, Lane, LineLane, RankedLane, kind_of
-from batond.policies.base import KeepsLines, Phase
+from batond.daemon.scheduler.lanes import UNTOUCHED, Kind, Lane, LineLane, RankedLane, kind_of
+from batond.daemon.scheduler.rows import Rows
+from batond.policies.base import KeepsLines, Phase, PreemptsByLevel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
     from batond.daemon.scheduler.lanes import LaneKey, SortKey
-    from batond.policies.base import Policy, QueryView, Rank
+    from batond.daemon.scheduler.rows import ViewOf
+    from batond.policies.base import Policy, QueryView
 
 #: Parked and begun queries, and those of policies that keep no lines, that are ranked anew in a step. Up to
 #: so many the order is exact in every step; of n, a rank is at most n / RENEWED_A_STEP steps old.
@@ -40,22 +42,23 @@ class Line:
 
     Args:
         policy: Gives the ranks.
+        view_of: Makes the views of running queries that were told of by `running.advance`.
 
     Attributes:
-        running: Queries with a row, by id.
+        running: Queries with a row.
         held: Queries parked by hand, by id.
         ready: Prefilled queries in line by class order.
-        taken_bytes: The whole reserve of running queries and the present KV of all others.
         parked_bytes: The whole reserve of the parked queries in line.
-        unwritten_bytes: The part of that reserve that is not written yet.
+        victim_bar: The policy's, if it has one that its `may_preempt` goes by; see `PreemptsByLevel`.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.running: dict[str, QueryView] = {}
+    def __init__(self, policy: Policy, view_of: ViewOf | None = None) -> None:
+        self.running = Rows(view_of)
         self.held: dict[str, QueryView] = {}
         self.ready: Counter[int] = Counter()
-        self.taken_bytes = self.unwritten_bytes = self.parked_bytes = 0
-        self._views: dict[str, QueryView] = {}
+        self.parked_bytes = 0
+        self._rowless: dict[str, QueryView] = {}
+        self._rowless_bytes = 0  # Their present KV.
         self._best: dict[int, float] = {}  # Level of the most urgent fresh query, by class order.
         self._use(policy)
 
@@ -75,57 +78,68 @@ class Line:
     @property
     def views(self) -> Collection[QueryView]:
         """Every query, in no order."""
-        return self._views.values()
+        running = map(self.running.view, self.running)
+        return (*self._rowless.values(), *running)
+
+    @property
+    def taken_bytes(self) -> int:
+        """The whole reserve of running queries and the present KV of all others."""
+        return self.running.reserved_bytes + self._rowless_bytes
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """The part of the reserve of running queries that is not written yet."""
+        return self.running.reserved_bytes - self.running.written_bytes
 
     @property
     def has_claims(self) -> bool:
         """Whether anybody who is not held lacks a row."""
-        return len(self._views) > len(self.running) + len(self.held)
+        return len(self._rowless) > len(self.held)
 
     def view(self, query_id: str) -> QueryView | None:
         """A query as last put."""
-        return self._views.get(query_id)
+        return self.running.view(query_id) if query_id in self.running else self._rowless.get(query_id)
+
+    def known(self, query_id: str) -> QueryView | None:
+        """A query as `view` gave it last: of a running one the tokens may be out of date."""
+        return self.running.known(query_id) if query_id in self.running else self._rowless.get(query_id)
 
     def put(self, query: QueryView) -> None:
         """Take in a query, or what has changed of it."""
-        known = self._views.get(query.query_id)
-        if known is not None and known.phase is query.phase is Phase.RUNNING:
-            self.taken_bytes += query.reserved_bytes - known.reserved_bytes
-            self.unwritten_bytes += query.reserved_bytes - known.reserved_bytes
-            self.unwritten_bytes -= query.kv_bytes - known.kv_bytes
-            self._views[query.query_id] = self.running[query.query_id] = query
+        running = query.phase is Phase.RUNNING
+        if running and query.query_id in self.running:
+            self.running.put(query)
             return
-        if known == query:
+        if self._rowless.get(query.query_id) == query:
             return
-        if known is not None:
-            self.remove(query.query_id)
-        self._views[query.query_id] = query
+        self.remove(query.query_id)
+        if running:
+            self.running.put(query)
+            return
+        self._rowless[query.query_id] = query
         self._count(query, 1)
-        if query.phase is Phase.RUNNING:
-            self.running[query.query_id] = query
-        elif query.held:
+        if query.held:
             self.held[query.query_id] = query
         else:
             self._pending[query.seq] = query
 
     def remove(self, query_id: str) -> None:
         """Forget a query; unknown ones are no error."""
-        query = self._views.pop(query_id, None)
+        self.running.remove(query_id)
+        query = self._rowless.pop(query_id, None)
         if query is None:
             return
         self._count(query, -1)
-        self.running.pop(query_id, None)
         self.held.pop(query_id, None)
         self._pending.pop(query.seq, None)
         self._claims.pop(query.seq, None)
         self._rota.pop(query.seq, None)
-        self._ranks.pop(query.seq, None)
-        key = self._lane_of.pop(query.seq, None)
-        if key is not None:
-            lane = self._lanes[key]
+        self._keys.pop(query.seq, None)
+        lane = self._lane_of.pop(query.seq, None)
+        if lane is not None:
             lane.remove(query.seq)
             if not lane:
-                del self._lanes[key]
+                del self._lanes[lane.key]
 
     def rank_by(self, policy: Policy) -> None:
         """Order all queries anew by another policy."""
@@ -134,41 +148,35 @@ class Line:
 
     def reorder(self, policy: Policy) -> None:
         """Order all queries anew, whatever is known of their order."""
-        views = list(self._views.values())
         self._use(policy)
-        for query in views:
-            if query.phase is not Phase.RUNNING and not query.held:
+        for query in self._rowless.values():
+            if not query.held:
                 self._pending[query.seq] = query
 
     def settle(self, now_s: float) -> None:
         """Put everything in its place; ranks are those of `now_s` until the next call."""
-        self._ranks.clear()
+        self._keys.clear()
         self._now_s = now_s
-        renewed = [self._claims[seq] for seq in islice(self._rota, RENEWED_A_STEP)]
+        turns = list(islice(self._rota.items(), RENEWED_A_STEP))
+        pending: list[QueryView] = []
         parked: list[QueryView] = []
-        for query in list(self._pending.values()):
-            if in_parked_line(query):
-                parked.append(query)
-            else:
-                self._place(query)
-        for query in renewed:
-            if in_parked_line(query):
-                parked.append(query)
-            else:
-                self._renew(query)
-        self._best = self._best_levels() if parked else {}
+        for query in self._pending.values():
+            (parked if in_parked_line(query) else pending).append(query)
+        for query in pending:
+            self._place(query)
+        for seq, lane in turns:
+            if not lane.parked:
+                lane.put(seq, self._fresh_key(self._claims[seq]))
+        # Parked ones come last: they take over levels of fresh ones.
+        self._best = self._best_levels()
         for query in parked:
-            if query.seq in self._pending:
-                self._place(query)
-            else:
-                self._renew(query)
-
-    def rank(self, query: QueryView) -> Rank:
-        """Rank of a claim at the time of the last `settle`; the policy is asked once a step."""
-        rank = self._ranks.get(query.seq)
-        if rank is None:
-            rank = self._ranks[query.seq] = self._policy.rank(query, self._now_s)
-        return rank
+            self._place(query)
+        for seq, lane in turns:
+            if lane.parked:
+                lane.put(seq, self._parked_key(self._claims[seq]))
+        for seq, lane in turns:
+            del self._rota[seq]
+            self._rota[seq] = lane
 
     def lanes(self, kinds: Collection[Kind] | None = None) -> list[Lane]:
         """The lanes of all claims, or of those kinds."""
@@ -177,10 +185,11 @@ class Line:
     def sort_key(self, lane: Lane, place: int) -> SortKey:
         """What a claim is merged by; only claims of the same line can have got out of date."""
         if isinstance(lane, LineLane):
-            return self._key(self._claims[lane.seqs[place]])
+            return self._line_key_of(lane.seqs[place])
         key = lane.entries[place][0]
-        if lane.kind in PARKED:
-            return (min(key[0], self._best.get(lane.class_order, math.inf)), *key[1:])
+        if lane.parked:
+            best = self._best.get(lane.class_order, math.inf)
+            return key if key[0] <= best else (best, *key[1:])
         return key
 
     def claim(self, lane: Lane, place: int) -> QueryView:
@@ -194,21 +203,20 @@ class Line:
         self._line_of: Callable[[QueryView], object] | None = (
             policy.line_of if isinstance(policy, KeepsLines) else None
         )
+        self.victim_bar = (
+            policy.victim_bar if isinstance(policy, PreemptsByLevel) and _bar_holds(policy) else None
+        )
         self._now_s = -math.inf
         self._best = {}
         self._pending: dict[int, QueryView] = {}  # By seq, in the order they came.
         self._claims: dict[int, QueryView] = {}  # What stands in a lane, by seq.
         self._lanes: dict[LaneKey, Lane] = {}
-        self._lane_of: dict[int, LaneKey] = {}
-        self._rota: dict[int, None] = {}  # Whose rank is renewed, the oldest first.
-        self._ranks: dict[int, Rank] = {}  # Asked since the last `settle`.
+        self._lane_of: dict[int, Lane] = {}
+        self._rota: dict[int, RankedLane] = {}  # Whose rank is renewed, the oldest first.
+        self._keys: dict[int, SortKey] = {}  # Of lines, asked for since the last `settle`.
 
     def _count(self, query: QueryView, sign: int) -> None:
-        if query.phase is Phase.RUNNING:
-            self.taken_bytes += sign * query.reserved_bytes
-            self.unwritten_bytes += sign * (query.reserved_bytes - query.kv_bytes)
-        else:
-            self.taken_bytes += sign * query.kv_bytes
+        self._rowless_bytes += sign * query.kv_bytes
         if query.phase is Phase.PARKED and not query.held:
             self.parked_bytes += sign * query.reserved_bytes
         if query.phase is Phase.READY and not query.held:
@@ -216,55 +224,60 @@ class Line:
 
     def _place(self, query: QueryView) -> None:
         """Give a new claim its place; nothing has changed if the policy raises."""
-        rank, seq = self.rank(query), query.seq
-        key, lane = self._lane_for(query, kind_of(query))
+        seq = query.seq
+        lane = self._lane_for(query, kind_of(query))
         if isinstance(lane, LineLane):
-            lane.add(seq, (rank, seq), self._rank_of_seq)
+            lane.add(seq, self._line_key(seq, query), self._line_key_of)
         else:
-            lane.put(seq, self._key(query))
-            self._rota[seq] = None
+            lane.put(seq, self._parked_key(query) if lane.parked else self._fresh_key(query))
+            self._rota[seq] = lane
         self._claims[seq] = query
-        self._lane_of[seq] = key
+        self._lane_of[seq] = lane
         del self._pending[seq]
 
-    def _renew(self, query: QueryView) -> None:
-        """Give a claim the place that its rank has now, and the last turn to be renewed."""
-        seq = query.seq
-        lane = self._lanes[self._lane_of[seq]]
-        if isinstance(lane, RankedLane):
-            lane.put(seq, self._key(query))
-        del self._rota[seq]
-        self._rota[seq] = None
-
-    def _lane_for(self, query: QueryView, kind: Kind) -> tuple[LaneKey, Lane]:
+    def _lane_for(self, query: QueryView, kind: Kind) -> Lane:
         order = query.class_order
         key: LaneKey = (order, kind, None)
         if self._line_of is not None and kind in UNTOUCHED:
             line_key = (order, kind, (self._line_of(query),))
             lane = self._lanes.get(line_key)
             if lane is not None:
-                return line_key, lane
+                return lane
             if len(self._lanes) < MOST_LINES:
-                return line_key, self._lanes.setdefault(line_key, LineLane(order, kind))
-        return key, self._lanes.setdefault(key, RankedLane(order, kind))
+                return self._lanes.setdefault(line_key, LineLane(line_key))
+        return self._lanes.setdefault(key, RankedLane(key))
 
-    def _rank_of_seq(self, seq: int) -> tuple[Rank, int]:
-        return self.rank(self._claims[seq]), seq
+    def _line_key_of(self, seq: int) -> SortKey:
+        return self._keys.get(seq) or self._line_key(seq, self._claims[seq])
 
-    def _key(self, query: QueryView) -> SortKey:
-        level, *rest = self.rank(query)
-        if not in_parked_line(query):
-            return (level, 1, 0, *rest, query.seq)
+    def _line_key(self, seq: int, query: QueryView) -> SortKey:
+        key = self._keys[seq] = self._fresh_key(query)
+        return key
+
+    def _fresh_key(self, query: QueryView) -> SortKey:
+        rank = self._policy.rank(query, self._now_s)
+        return (rank[0], 1, 0, rank, query.seq)
+
+    def _parked_key(self, query: QueryView) -> SortKey:
         # A parked query takes over the level of the most urgent fresh query of its class where that is the
         # better one: otherwise a fresh query that was submitted earlier, and aged for longer, would overtake
         # it (rule 3 of the design, behaviour S3).
-        level = min(level, self._best.get(query.class_order, math.inf))
-        return (level, 0, query.park_seq, *rest, query.seq)
+        level, best = self._policy.rank(query, self._now_s)[0], self._best.get(query.class_order)
+        return (level if best is None or level < best else best, 0, query.park_seq, (), query.seq)
 
     def _best_levels(self) -> dict[int, float]:
         best: dict[int, float] = {}
         for lane in self._lanes.values():
-            if lane.kind not in PARKED:
+            if not lane.parked:
                 level = self.sort_key(lane, 0)[0]
-                best[lane.class_order] = min(level, best.get(lane.class_order, math.inf))
+                if level < best.get(lane.class_order, math.inf):
+                    best[lane.class_order] = level
         return best
+
+
+def _bar_holds(policy: object) -> bool:
+    """Whether `victim_bar` was not inherited from a class whose `may_preempt` is replaced by another."""
+    methods = next(
+        vars(cls) for cls in type(policy).__mro__ if "may_preempt" in vars(cls) or "victim_bar" in vars(cls)
+    )
+    return "victim_bar" in methods

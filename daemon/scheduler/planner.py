@@ -11,7 +11,7 @@ from batond.daemon.scheduler.draft import MAX_BLOCKED, Draft
 from batond.daemon.scheduler.lanes import Kind, Walk
 from batond.daemon.scheduler.line import Line
 from batond.daemon.scheduler.plan import Gate
-from batond.daemon.scheduler.victims import PlannerLimits
+from batond.daemon.scheduler.rows import PlannerLimits
 
 if TYPE_CHECKING:
     from batond.daemon.scheduler.plan import BatchView, Plan
@@ -66,6 +66,7 @@ class Planner:
         if line is None:
             line = Line.of(view.queries, self._policy)
         line.rank_by(self._policy)
+        line.running.protect(self._limits)
         line.settle(view.now_s)
         if view.gate is Gate.BATCH:
             draft = self._draft(view, line)
@@ -99,6 +100,6 @@ class Planner:
         return draft
 
     def _draft(self, view: BatchView, line: Line) -> Draft:
-        draft = Draft(view, line, self._limits)
+        draft = Draft(view, line)
         draft.shed_rows()
         return draft

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from batond.daemon.scheduler.claims import in_parked_line
+from batond.daemon.scheduler.rows import PlannerLimits, Standing
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from batond.policies.base import Policy, QueryView, Rank
+    from batond.daemon.scheduler.line import Line
+    from batond.daemon.scheduler.rows import Group
+    from batond.policies.base import QueryView, Rank
 
-
-@dataclass(frozen=True, slots=True)
-class PlannerLimits:
-    """Protection of running queries, the same under every policy.
-
-    Attributes:
-        quantum_tokens: Tokens a query decodes after each admission before it may be parked (rule 4).
-        max_parks: A query parked so often by the planner is not pre-empted any more (rule 3).
-        prefetch_tokens: A row counts as coming free when its query may emit at most so many tokens more.
-    """
-
-    quantum_tokens: int = 16
-    max_parks: int = 8
-    prefetch_tokens: int = 2
+__all__ = ["Choice", "PlannerLimits", "VictimPool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +33,48 @@ class Choice:
     reason: str | None = None
 
 
+@dataclass(slots=True)
+class _Pile:
+    """Queries a newcomer might take rows from, all of one standing.
+
+    Attributes:
+        rows: How many there are.
+        nbytes: What they have reserved together.
+        whole: Groups that belong to it entirely, the most urgent class first; each stands behind all before.
+        others: Queries that were asked about one by one, or of which it isn't known where they stand.
+    """
+
+    rows: int = 0
+    nbytes: int = 0
+    whole: list[Group] = field(default_factory=list)
+    others: list[QueryView] = field(default_factory=list)
+
+
 class VictimPool:
     """The running queries of one planning pass. Ranks only those that may be taken, if any are."""
 
-    def __init__(
-        self, running: Collection[QueryView], policy: Policy, limits: PlannerLimits, now_s: float
-    ) -> None:
-        self._running = list(running)
-        self._policy = policy
-        self._limits = limits
+    def __init__(self, line: Line, now_s: float) -> None:
+        self._rows, self._policy, self._victim_bar = line.running, line.policy, line.victim_bar
         self._now_s = now_s
+        self._groups: list[Group] | None = None
+        self._taken: set[str] = set()
+        self._taken_rows: dict[Group, int] = {}
+        self._taken_bytes: dict[Group, int] = {}
         self._keys: dict[int, tuple[Rank, int, int]] = {}
         self._refused: dict[tuple[int, bool], str] = {}
 
     def least_urgent(self, count: int) -> tuple[QueryView, ...]:
         """The `count` least urgent queries, whatever protects them otherwise."""
-        return tuple(sorted(self._running, key=self._urgency, reverse=True)[:count])
+        everybody = [self._rows.view(query_id) for query_id in self._rows if query_id not in self._taken]
+        return tuple(sorted(everybody, key=self._urgency, reverse=True)[:count])
 
     def take(self, victims: Iterable[QueryView]) -> None:
         """Forget queries that are parked in this pass."""
-        gone = {victim.query_id for victim in victims}
-        self._running = [query for query in self._running if query.query_id not in gone]
+        for victim in victims:
+            group = self._rows.group_of(victim.query_id)
+            self._taken.add(victim.query_id)
+            self._taken_rows[group] = self._taken_rows.get(group, 0) + 1
+            self._taken_bytes[group] = self._taken_bytes.get(group, 0) + victim.reserved_bytes
 
     def choose(self, newcomer: QueryView, rows: int, nbytes: float) -> Choice:
         """Choose a set that frees at least `rows` rows and `nbytes` bytes, and from which none can be spared.
@@ -83,40 +96,67 @@ class VictimPool:
         return (class_order, parked) in self._refused
 
     def _choose(self, newcomer: QueryView, rows: int, nbytes: float) -> Choice:
-        eligible: list[QueryView] = []
-        in_quantum: list[QueryView] = []
-        capped: list[QueryView] = []
-        may, now_s, limits = self._policy.may_preempt, self._now_s, self._limits
-        for victim in self._running:
-            # Rule 1 holds for careless policies too: who would pre-empt each other are equals.
-            if not victim.preemptible or not may(newcomer, victim, now_s) or may(victim, newcomer, now_s):
-                continue
-            if victim.parks >= limits.max_parks:
-                capped.append(victim)
-            elif victim.since_admission_tokens < limits.quantum_tokens:
-                in_quantum.append(victim)
-            else:
-                eligible.append(victim)
-        if _suffices(eligible, rows, nbytes):
-            return Choice(victims=self._fewest(eligible, rows, nbytes))
-        if _suffices(eligible + in_quantum, rows, nbytes):
-            return Choice(reason="quantum")
-        if _suffices(eligible + in_quantum + capped, rows, nbytes):
-            return Choice(reason="park_cap")
-        no_row = len(eligible) + len(in_quantum) + len(capped) < rows
-        return Choice(reason="row" if no_row else "kv_bytes")
+        piles = self._piles(newcomer)
+        found_rows = found_bytes = 0
+        for standing, reason in (
+            (Standing.OPEN, None),
+            (Standing.IN_QUANTUM, "quantum"),
+            (Standing.CAPPED, "park_cap"),
+        ):
+            found_rows += piles[standing].rows
+            found_bytes += piles[standing].nbytes
+            if found_rows >= rows and found_bytes >= nbytes:
+                if reason is not None:
+                    return Choice(reason=reason)
+                return Choice(victims=self._fewest(piles[standing], rows, nbytes))
+        return Choice(reason="row" if found_rows < rows else "kv_bytes")
 
-    def _fewest(self, eligible: list[QueryView], rows: int, nbytes: float) -> tuple[QueryView, ...]:
+    def _piles(self, newcomer: QueryView) -> tuple[_Pile, _Pile, _Pile]:
+        """Those `newcomer` is strictly more urgent than (rule 1), by standing."""
+        piles = _Pile(), _Pile(), _Pile()
+        if self._groups is None:
+            groups = (group for group in self._rows.groups if group.standing is not Standing.KEPT)
+            self._groups = sorted(groups, key=attrgetter("class_order"))
+        for group in self._groups:
+            pile = piles[group.standing]
+            bar = self._victim_bar(newcomer, group.class_order, self._now_s) if self._victim_bar else None
+            if bar == -math.inf:
+                pile.rows += len(group.members) - self._taken_rows.get(group, 0)
+                pile.nbytes += group.reserved_bytes - self._taken_bytes.get(group, 0)
+                pile.whole.append(group)
+            elif bar is None or bar < math.inf:
+                less_urgent = [query for query in self._left(group) if self._may_take(newcomer, query, bar)]
+                pile.rows += len(less_urgent)
+                pile.nbytes += sum(query.reserved_bytes for query in less_urgent)
+                pile.others += less_urgent
+        return piles
+
+    def _left(self, group: Group) -> Iterator[QueryView]:
+        view, taken = self._rows.view, self._taken
+        return (view(query_id) for query_id in group.members if query_id not in taken)
+
+    def _may_take(self, newcomer: QueryView, victim: QueryView, bar: float | None) -> bool:
+        if bar is not None:
+            return self._urgency(victim)[0][0] > bar
+        # Rule 1 holds for careless policies too: who would pre-empt each other are equals.
+        may, now_s = self._policy.may_preempt, self._now_s
+        return may(newcomer, victim, now_s) and not may(victim, newcomer, now_s)
+
+    def _fewest(self, pile: _Pile, rows: int, nbytes: float) -> tuple[QueryView, ...]:
         """The least urgent that suffice together, without those that can be spared."""
-        if rows <= 1 and nbytes <= 0:
-            return (max(eligible, key=self._urgency),)
-        chosen = []
+        chosen: list[QueryView] = []
         freed_bytes = 0
-        for victim in sorted(eligible, key=self._urgency, reverse=True):
-            chosen.append(victim)
-            freed_bytes += victim.reserved_bytes
-            if len(chosen) >= rows and freed_bytes >= nbytes:
-                break
+        for victims in (*map(self._left, reversed(pile.whole)), pile.others):
+            if rows <= 1 and nbytes <= 0:
+                least = max(victims, key=self._urgency, default=None)
+                if least is not None:
+                    return (least,)
+                continue
+            for victim in sorted(victims, key=self._urgency, reverse=True):
+                chosen.append(victim)
+                freed_bytes += victim.reserved_bytes
+                if len(chosen) >= rows and freed_bytes >= nbytes:
+                    return _minimal(chosen, rows, nbytes)
         return _minimal(chosen, rows, nbytes)
 
     def _urgency(self, query: QueryView) -> tuple[Rank, int, int]:
@@ -126,10 +166,6 @@ class VictimPool:
             rank = self._policy.rank(query, self._now_s)
             key = self._keys[query.seq] = (rank, -query.since_admission_tokens, query.seq)
         return key
-
-
-def _suffices(victims: Sequence[QueryView], rows: int, nbytes: float) -> bool:
-    return len(victims) >= rows and sum(victim.reserved_bytes for victim in victims) >= nbytes
 
 
 def _minimal(victims: Sequence[QueryView], rows: int, nbytes: float) -> tuple[QueryView, ...]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batond.policies.base import KeepsLines, Phase, Policy, QueryView, TracksEnds
+from batond.policies.base import KeepsLines, Phase, Policy, PreemptsByLevel, QueryView, TracksEnds
 from batond.policies.deadline import Deadline
 from batond.policies.fair import Fair
 from batond.policies.fcfs import Fcfs
@@ -110,6 +110,37 @@ def test_rank_orders_all_queries_and_ties_go_by_arrival(
     assert len({len(rank) for rank in ranks.values()}) == 1
     for query in line:
         assert ranks[query.query_id][-2:] == (query.arrival_s, query.seq)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    make=factories,
+    history=told,
+    three=st.tuples(queries(1), queries(2, Phase.RUNNING), queries(3, Phase.RUNNING)),
+    now_s=st.sampled_from((0.0, 10.0, 90.3)),
+)
+def test_bar_says_what_may_preempt_says(
+    make: Callable[[], Policy],
+    history: list[tuple[QueryView, str]],
+    three: tuple[QueryView, QueryView, QueryView],
+    now_s: float,
+) -> None:
+    """Rule 1: above the bar is who may be pre-empted, never the other way round; classes stay in order."""
+    policy, (newcomer, victim, other) = tell(make(), history), three
+    assert isinstance(policy, PreemptsByLevel)
+    if newcomer.phase is Phase.RUNNING:
+        newcomer = replace(newcomer, phase=Phase.READY)
+    victim = replace(victim, preemptible=True)
+    bar = policy.victim_bar(newcomer, victim.class_order, now_s)
+    if bar is None:
+        return
+    level = policy.rank(victim, now_s)[0]
+    assert policy.may_preempt(newcomer, victim, now_s) == (level > bar)
+    if level > bar:
+        assert not policy.may_preempt(replace(victim, phase=Phase.PARKED), newcomer, now_s)
+        assert not policy.may_preempt(victim, newcomer, now_s)
+    if bar == -math.inf and other.class_order < victim.class_order:
+        assert policy.rank(other, now_s) < policy.rank(victim, now_s)
 
 
 @many

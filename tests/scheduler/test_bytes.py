@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from batond.daemon.scheduler.planner import PlannerLimits
+from batond.daemon.scheduler.line import Line
 from batond.daemon.scheduler.victims import VictimPool
 from batond.policies.fcfs import Fcfs
 from batond.policies.priority import Priority
@@ -211,9 +211,9 @@ def test_victims_suffice_none_can_be_spared_and_refusal_is_right(
         views.running(name, since=since, parks=parks, reserved_bytes=reserved)
         for name, since, parks, reserved in running
     ]
-    policy, limits = Priority(), PlannerLimits()
+    policy = Priority()
     newcomer = views.ready(sla)
-    choice = VictimPool(queries, policy, limits, 0.0).choose(newcomer, rows, nbytes)
+    choice = VictimPool(Line.of(queries, policy), 0.0).choose(newcomer, rows, nbytes)
     eligible = [
         query
         for query in queries

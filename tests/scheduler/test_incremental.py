@@ -234,6 +234,44 @@ def test_what_is_passed_over_would_have_got_nothing(monkeypatch: pytest.MonkeyPa
             assert getattr(plan, part) == getattr(whole, part)
 
 
+@pytest.mark.parametrize("name", ["deadline", "fair", "fcfs", "mlfq", "priority", "shortest"])
+def test_victims_are_those_that_asking_one_by_one_would_find(name: str) -> None:
+    """Lines and bars save questions; a policy without them gets the same plan."""
+    parks = 0
+    for seed in range(120):
+        dice = random.Random(seed)
+        queries = [any_query(dice, number, 20.0) for number in range(1, dice.randint(10, 70))]
+        queries = [replace(query, deadline_s=20.0 + dice.choice((1.0, 9.0, math.inf))) for query in queries]
+        view = BatchView(
+            20.0,
+            sum(query.phase is Phase.RUNNING for query in queries) + dice.choice((-1, 0, 0, 1)),
+            tuple(queries),
+            chunk_tokens=400,
+            ready_limit=dice.randint(0, 3),
+            kv_free_bytes=dice.choice((None, dice.randint(0, 100))),
+            host_free_bytes=dice.randint(0, 200),
+        )
+        plan = Planner(a_policy(name, lines=True), LIMITS).plan(view)
+        assert plan == Planner(a_policy(name, lines=False), LIMITS).plan(view)
+        parks += sum(order.cause != "row_limit" for order in plan.park)
+    assert (parks == 0) == (name == "fcfs")
+
+
+class Gentle(Priority):
+    """Inherits the bar of what it does otherwise."""
+
+    def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:
+        return victim.tenant != "dear" and super().may_preempt(newcomer, victim, now_s)
+
+
+def test_inherited_bar_does_not_speak_for_another_may_preempt(views: Views) -> None:
+    urgent, dear, other = views.ready("interactive"), views.running(tenant="dear"), views.running()
+    assert [order.query_id for order in Planner(Priority()).plan(BatchView(100.0, 1, (urgent, dear))).park]
+    assert not Planner(Gentle()).plan(BatchView(100.0, 1, (urgent, dear))).park
+    plan = Planner(Gentle()).plan(BatchView(100.0, 2, (urgent, other, dear)))
+    assert [order.query_id for order in plan.park] == [other.query_id]
+
+
 @pytest.mark.parametrize("kv_free_bytes", [None, 0, 500, 1 << 30])
 @pytest.mark.parametrize("free_rows", [0, 4])
 def test_a_plan_looks_at_the_head_of_the_line_only(
