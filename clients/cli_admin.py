@@ -126,10 +126,18 @@ def rotate(ctx: typer.Context, name: NameArgument, *, as_json: JsonOption = Fals
 
 
 @tenant_app.command("disable")
-def disable(ctx: typer.Context, name: NameArgument, *, as_json: JsonOption = False) -> None:
-    """Refuse a tenant's calls from now on; its accepted jobs run."""
+def disable(
+    ctx: typer.Context,
+    name: NameArgument,
+    *,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel its waiting and running jobs too.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Refuse a tenant's calls from now on and end its streams; its accepted jobs run, or are cancelled."""
     with open_client(ctx) as client:
-        _show([client.disable_tenant(name)], as_json=as_json)
+        _show([client.disable_tenant(name, cancel_jobs=cancel)], as_json=as_json)
 
 
 @tenant_app.command("enable")

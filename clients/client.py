@@ -293,9 +293,10 @@ class Client:
         request = build.named(admin_pb2.RotateTenantTokenRequest, name=name)
         return tenants.token(self._call(self._admin.RotateTenantToken, request, attempts=1))
 
-    def disable_tenant(self, name: str) -> TenantInfo:
-        """Refuses an added tenant's calls from now on; accepted jobs run."""
+    def disable_tenant(self, name: str, *, cancel_jobs: bool = False) -> TenantInfo:
+        """Refuses an added tenant's calls and ends its streams; accepted jobs run, or are cancelled."""
         request = build.named(admin_pb2.DisableTenantRequest, name=name)
+        request.cancel_jobs = cancel_jobs
         response = self._call(self._admin.DisableTenant, request)
         return tenants.tenant(response.tenant)
 

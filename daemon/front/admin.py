@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import platform
 import time
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from batond.daemon.errors import InvalidRequestError
+from batond.daemon.errors import InvalidRequestError, NotFoundError
 from batond.daemon.front import convert, tenant_convert
+from batond.daemon.queue.reader import MAX_PAGE
+from batond.daemon.telemetry.logging import get_logger
 from batond.policies.registry import policy_names
 from batond.v1 import admin_pb2, admin_pb2_grpc
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 LIBRARIES = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "redis", "msgspec")
 DEFAULT_INTERVAL_S = 0.25
 LEAST_INTERVAL_S = 0.05
+
+_log = get_logger(__name__)
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -213,9 +218,28 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
         async def handle(_: Tenant) -> admin_pb2.DisableTenantResponse:
             changed = await self._book.set_disabled(request.name, disabled=True)
+            if request.cancel_jobs:
+                await self._cancel_jobs(request.name)
             return admin_pb2.DisableTenantResponse(tenant=tenant_convert.tenant(changed))
 
         return await self._calls.act("DisableTenant", context, handle, target=request.name)
+
+    async def _cancel_jobs(self, tenant: str) -> None:
+        """End all jobs of a tenant that has been disabled: none comes after them."""
+        cancelled, cursor = 0, ""
+        while True:
+            page = await self._store.list_jobs(tenant, cursor=cursor, limit=MAX_PAGE)
+            for record in page.jobs:
+                if record.state.final:
+                    continue
+                with contextlib.suppress(NotFoundError):  # It has expired meanwhile.
+                    await self._store.cancel(tenant, record.job_id)
+                self._dispatcher.cancel(tenant, record.job_id)
+                cancelled += 1
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        _log.info("tenant_jobs_cancelled", tenant=tenant, jobs=cancelled)
 
     async def EnableTenant(
         self, request: admin_pb2.EnableTenantRequest, context: Any

@@ -139,9 +139,13 @@ class _Front:
         self._metrics = metrics = Metrics(
             list(identities.tenants), most_tenants=settings.server.metrics_tenants
         )
-        self._book = TenantBook(
-            client, identities, classes, on_change=lambda: metrics.know_tenants(list(identities.tenants))
-        )
+        calls = Calls(by_credentials(identities), metrics)
+
+        def tenants_changed() -> None:
+            metrics.know_tenants(list(identities.tenants))
+            calls.recheck()
+
+        self._book = TenantBook(client, identities, classes, on_change=tenants_changed)
         owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
         store = JobStore(
             client, ready.model, classes.names, max_queued=queue.max_queued, max_attempts=queue.max_attempts
@@ -185,7 +189,6 @@ class _Front:
             max_choices=settings.model.max_choices,
             max_choice_tokens=settings.model.max_choice_tokens,
         )
-        calls = Calls(by_credentials(identities), self._metrics)
         self._jobs = JobServicer(
             calls=calls,
             store=store,

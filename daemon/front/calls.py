@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from batond.daemon.errors import BatondError
+from batond.daemon.errors import BatondError, UnauthenticatedError
 from batond.daemon.front import audit
 from batond.daemon.front.identity import require_admin
 from batond.daemon.front.local_admin import user_of_peer
 from batond.daemon.front.status import to_status
-from batond.daemon.telemetry.logging import bind_ids
+from batond.daemon.telemetry.logging import bind_ids, get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -19,6 +19,29 @@ if TYPE_CHECKING:
     from batond.daemon.telemetry.metrics import Metrics
 
 _Answer = TypeVar("_Answer")
+
+_log = get_logger(__name__)
+
+
+class _Stream:
+    """An open stream: who opened it, and whether they would be let in now."""
+
+    def __init__(self, tenant: Tenant, admit: Callable[[], Tenant], stay: asyncio.Timeout) -> None:
+        self._tenant, self._admit, self._stay = tenant, admit, stay
+        self.refusal: BatondError | None = None
+
+    def recheck(self) -> None:
+        """End the handler where it stands if its caller is not let in any more."""
+        if self.refusal is not None:
+            return
+        try:
+            now = self._admit()
+            if now.name != self._tenant.name:
+                raise UnauthenticatedError("these credentials name another tenant now", reason="BAD_TOKEN")
+        except BatondError as error:
+            self.refusal = error
+            _log.info("stream_ended", tenant=self._tenant.name, reason=error.reason)
+            self._stay.reschedule(asyncio.get_running_loop().time())
 
 
 class Calls:
@@ -32,6 +55,7 @@ class Calls:
     def __init__(self, identify: Callable[[Any], Tenant], metrics: Metrics) -> None:
         self._identify = identify
         self._metrics = metrics
+        self._streams: dict[Any, _Stream] = {}
 
     async def answer(
         self, method: str, context: Any, handle: Callable[[Tenant], Awaitable[_Answer]]
@@ -44,9 +68,13 @@ class Calls:
         return await self._guarded(method, context, identified)
 
     async def stream(self, method: str, context: Any, handle: Callable[[Tenant], Awaitable[None]]) -> None:
-        """As `answer`, for a handler that writes its responses itself."""
+        """As `answer`, for a handler that writes its responses itself; it ends when its caller is refused."""
+
+        async def attended(tenant: Tenant) -> None:
+            await self._attend(context, tenant, handle, lambda: self._identify(context))
+
         with self._metrics.open_streams.track_inprogress():
-            await self.answer(method, context, handle)
+            await self.answer(method, context, attended)
 
     async def act(
         self,
@@ -92,9 +120,46 @@ class Calls:
         return await self._guarded(method, context, audited)
 
     async def watch(self, method: str, context: Any, handle: Callable[[Tenant], Awaitable[None]]) -> None:
-        """As `act`, for a handler that only reads and writes its responses itself."""
+        """As `act`, for a handler that only reads and writes its responses itself; it ends as in `stream`."""
+
+        def administrator() -> Tenant:
+            tenant = self._identify(context)
+            require_admin(tenant)
+            return tenant
+
+        async def attended(tenant: Tenant) -> None:
+            await self._attend(context, tenant, handle, administrator)
+
         with self._metrics.open_streams.track_inprogress():
-            await self.act(method, context, handle, reads=True)
+            await self.act(method, context, attended, reads=True)
+
+    def recheck(self) -> None:
+        """Tenants have changed: end the streams whose callers would not be let in any more."""
+        for stream in list(self._streams.values()):
+            stream.recheck()
+
+    def expelled(self, context: Any) -> bool:
+        """Whether a stream is being ended because its caller is not let in any more."""
+        stream = self._streams.get(context)
+        return stream is not None and stream.refusal is not None
+
+    async def _attend(
+        self,
+        context: Any,
+        tenant: Tenant,
+        handle: Callable[[Tenant], Awaitable[None]],
+        admit: Callable[[], Tenant],
+    ) -> None:
+        try:
+            async with asyncio.timeout(None) as stay:
+                stream = self._streams[context] = _Stream(tenant, admit, stay)
+                await handle(tenant)
+        except TimeoutError:
+            if stream.refusal is None or not stay.expired():
+                raise
+            raise stream.refusal from None
+        finally:
+            self._streams.pop(context, None)
 
     def _who(self, method: str, context: Any) -> Tenant:
         tenant = self._identify(context)

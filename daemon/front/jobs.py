@@ -107,6 +107,8 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
                 last = not self._attached[name]
                 if last:
                     del self._attached[name]
+                # Who is not let in any more did not ask for the end either: accepted jobs run.
+                keep = keep or self._calls.expelled(context)
                 if attached and last and not keep and not self._dispatcher.draining:
                     self._tidy(self._cancel(*name))
 

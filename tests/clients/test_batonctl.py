@@ -416,6 +416,15 @@ def test_a_token_is_alone_on_standard_output(daemon: Any, batonctl: Callable[...
     assert json.loads(batonctl("tenant", "rotate", "red", "--json").out)["token"] == "r0tated"
 
 
+def test_jobs_of_a_disabled_tenant_are_cancelled_on_demand(
+    daemon: Any, batonctl: Callable[..., Result]
+) -> None:
+    batonctl("tenant", "add", "red")
+    for options, cancelled in (((), False), (("--cancel",), True)):
+        assert batonctl("tenant", "disable", "red", *options).code == 0
+        assert daemon.calls[-1][1].cancel_jobs is cancelled
+
+
 def test_tenants_are_changed_and_listed(daemon: Any, batonctl: Callable[..., Result]) -> None:
     batonctl("tenant", "add", "red", "-c", "batch", "--admin")
     assert "disabled" in batonctl("tenant", "disable", "red").out

@@ -142,6 +142,52 @@ def test_tokens_rotate_and_tenants_are_refused_without_a_restart(daemon: LocalDa
     assert ("DisableTenant", "red", "refused") in done
 
 
+def test_streams_end_with_the_right_to_open_them_and_jobs_run_on(
+    daemon: LocalDaemon, after_tokens: AfterTokens
+) -> None:
+    """Rotated out or disabled: an open stream ends as new calls are refused; its job is durable."""
+    long = {"token_ids": [3], "max_tokens": 3000, "ignore_eos": True, "sla_class": "batch"}
+    with daemon.operator() as operator:
+        made = operator.create_tenant("streaming", TenantLimits())
+        with connect(daemon, made.token) as old:
+            attached = old.generate(job_id="attached", **long)
+            after_tokens(attached, 3)
+            newer = operator.rotate_tenant_token("streaming")
+            with pytest.raises(errors.UnauthenticatedError):
+                after_tokens(attached, 10**6)
+        with connect(daemon, newer.token) as client:
+            waiting = client.submit(job_id="waiting", **long)
+            assert client.get("attached").state in {JobState.RUNNING, JobState.PARKED}, (
+                "its end was not asked for"
+            )
+            watch = client.watch("attached")
+            after_tokens(watch, 5)
+            operator.disable_tenant("streaming")
+            with pytest.raises(errors.PermissionDeniedError) as caught:
+                after_tokens(watch, 10**6)
+            assert caught.value.reason == "TENANT_DISABLED"
+            operator.enable_tenant("streaming")
+            assert not client.get("attached").state.final
+            assert not client.get(waiting.job_id).state.final
+            operator.disable_tenant("streaming", cancel_jobs=True)
+            operator.enable_tenant("streaming")
+            ends = [client.wait(job_id).state for job_id in ("attached", "waiting")]
+    assert ends == [JobState.CANCELLED] * 2
+
+
+def test_an_administrators_stream_ends_with_its_rights(daemon: LocalDaemon) -> None:
+    with daemon.operator() as operator:
+        made = operator.create_tenant("watcher", TenantLimits(admin=True))
+        with connect(daemon, made.token) as watcher:
+            snapshots = watcher.watch_batch()
+            next(snapshots)
+            operator.update_tenant("watcher", TenantLimits())
+            with pytest.raises(errors.PermissionDeniedError) as caught:
+                for _ in snapshots:
+                    pass
+    assert caught.value.reason == "NOT_ADMIN"
+
+
 def test_a_full_quota_says_when_to_come_back(daemon: LocalDaemon, resting: Client) -> None:
     first = resting.submit(token_ids=[1], max_tokens=1)
     resting.submit(token_ids=[1], max_tokens=1)

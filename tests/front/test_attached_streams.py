@@ -44,23 +44,33 @@ class Store:
 class OpenCalls:
     """Lets everybody in and everything out."""
 
+    def __init__(self, *, expels: bool = False) -> None:
+        self._expels = expels
+
     async def stream(self, _: str, __: Any, handle: Callable[[Any], Awaitable[None]]) -> None:
         await handle(SimpleNamespace(name="t"))
 
+    def expelled(self, _: Any) -> bool:
+        return self._expels
+
 
 @pytest.mark.parametrize(
-    ("error", "cancelled"),
-    [(UnavailableError("Redis is away"), []), (asyncio.CancelledError(), [("t", "j")])],
-    ids=["our fault", "the client left"],
+    ("error", "expels", "cancelled"),
+    [
+        (UnavailableError("Redis is away"), False, []),
+        (asyncio.CancelledError(), True, []),
+        (asyncio.CancelledError(), False, [("t", "j")]),
+    ],
+    ids=["our fault", "the tenant was disabled", "the client left"],
 )
 async def test_only_a_client_that_leaves_ends_its_job(
-    error: BaseException, cancelled: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    error: BaseException, expels: object, cancelled: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C2: closing an attached stream cancels; a moment without Redis does not."""
     store: Any = Store()
     loose: Any = SimpleNamespace(draining=False)
     servicer = JobServicer(
-        calls=OpenCalls(),  # type: ignore[arg-type]
+        calls=OpenCalls(expels=bool(expels)),  # type: ignore[arg-type]
         store=store,
         follower=BrokenFollower(error),  # type: ignore[arg-type]
         hub=Hub(),

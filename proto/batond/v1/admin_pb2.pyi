@@ -359,10 +359,12 @@ class RotateTenantTokenResponse(_message.Message):
     def __init__(self, tenant: _Optional[_Union[Tenant, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
 
 class DisableTenantRequest(_message.Message):
-    __slots__ = ("name",)
+    __slots__ = ("name", "cancel_jobs")
     NAME_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_JOBS_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    cancel_jobs: bool
+    def __init__(self, name: _Optional[str] = ..., cancel_jobs: bool = ...) -> None: ...
 
 class DisableTenantResponse(_message.Message):
     __slots__ = ("tenant",)

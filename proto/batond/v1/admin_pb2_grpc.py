@@ -172,14 +172,15 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RotateTenantToken(self, request, context):
-        """Makes a new token, shown in this answer only; the old one is refused from now on.
+        """Makes a new token, shown in this answer only; the old one is refused from now on, and streams opened with it end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DisableTenant(self, request, context):
-        """Refuses a tenant's calls from now on. Accepted jobs run; the tenant's name stays taken.
+        """Refuses a tenant's calls from now on, and ends its open streams as new calls are refused. Accepted jobs run unless
+        they are to be cancelled; the tenant's name stays taken.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
