@@ -165,7 +165,9 @@ def measure(policy_name: str, waiting: int, rows: int, steps: int) -> Timing:
     """Time one case on one core; a tenth as many parked queries as rows stand in line too."""
     load = Load(waiting, rows, parked=rows // 10)
     planner = Planner(load_policy(policy_name))
-    line = Line.of(load.queries.values(), planner.policy)
+    line = Line(planner.policy, load.queries.__getitem__)
+    for query in load.queries.values():
+        line.put(query)
     plan = planner.plan(replace(load.view(rows), queries=()), line)
     plans, updates = [], []
     for step in range(WARM_UP_STEPS + steps):
@@ -173,10 +175,7 @@ def measure(policy_name: str, waiting: int, rows: int, steps: int) -> Timing:
         view = replace(load.view(rows), queries=())
         started = time.thread_time()
         for query_id, query in changes:
-            if query is None:
-                line.remove(query_id)
-            else:
-                line.put(query)
+            _tell(line, query_id, query)
         updated = time.thread_time()
         plan = planner.plan(view, line)
         if step >= WARM_UP_STEPS:
@@ -192,6 +191,21 @@ def measure(policy_name: str, waiting: int, rows: int, steps: int) -> Timing:
         plan_p99_ms=statistics.quantiles(plans, n=100)[98],
         update_ms=statistics.median(updates),
     )
+
+
+def _tell(line: Line, query_id: str, query: QueryView | None) -> None:
+    """As the engine does: of a query that keeps its row, only how far it has come."""
+    if query is None:
+        line.remove(query_id)
+    elif query_id in line.running and query.phase is Phase.RUNNING:
+        line.running.advance(
+            query_id,
+            left_tokens=query.max_tokens - query.output_tokens,
+            since_admission_tokens=query.since_admission_tokens,
+            kv_bytes=query.kv_bytes,
+        )
+    else:
+        line.put(query)
 
 
 def _from_scratch_ms(load: Load, policy: Policy, rows: int, repeats: int = 5) -> float:

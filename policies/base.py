@@ -126,6 +126,17 @@ class PreemptsByLevel(Protocol):
 
 
 @runtime_checkable
+class CountsByOwner(Protocol):
+    """A policy whose `on_tokens` asks whose query it is, not how far it has come; optional beside `Policy`.
+
+    It spares a view for every token: `on_tokens` may get the query as it was some tokens ago. Who replaces
+    `on_tokens` in a class of its own says so again, or gets the query as it is.
+    """
+
+    counts_by_owner: bool
+
+
+@runtime_checkable
 class KeepsLines(Protocol):
     """A policy that can say whose order never changes; optional beside `Policy`.
 

@@ -49,6 +49,7 @@ class Deadline:
     """
 
     name = "deadline"
+    counts_by_owner = True
 
     def __init__(self, token_s: float = 0.03, prefill_token_s: float = 0.0002, margin_s: float = 0.5) -> None:
         for field, value in (

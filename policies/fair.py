@@ -64,6 +64,7 @@ class Fair:
     """
 
     name = "fair"
+    counts_by_owner = True
 
     def __init__(
         self, prompt_weight: float = 1.0, output_weight: float = 1.0, ageing_s: float = 60.0

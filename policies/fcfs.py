@@ -18,6 +18,7 @@ class Fcfs:
     """
 
     name = "fcfs"
+    counts_by_owner = True
 
     def rank(self, query: QueryView, now_s: float) -> Rank:
         """Order by arrival; every query is on the same level."""

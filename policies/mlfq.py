@@ -48,6 +48,7 @@ class Mlfq:
     """
 
     name = "mlfq"
+    counts_by_owner = True
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ class Priority:
     """
 
     name = "priority"
+    counts_by_owner = True
 
     def __init__(self, ageing_s: float = 60.0) -> None:
         self.ageing_s = check_ageing(ageing_s)

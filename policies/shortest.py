@@ -41,6 +41,7 @@ class Shortest:
     """
 
     name = "shortest"
+    counts_by_owner = True
 
     def __init__(self, gain: float = 2.0, ageing_s: float = 60.0) -> None:
         if not gain > 1:

@@ -7,8 +7,9 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from batond.daemon.scheduler.hints import speaks_for
 from batond.daemon.scheduler.planner import Planner
-from batond.policies.base import TracksEnds
+from batond.policies.base import CountsByOwner, TracksEnds
 from batond.policies.priority import Priority
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class PolicyGuard:
         self._planner, self._counters, self._clock = planner, counters, clock
         self._logged_s = -LOG_EVERY_S
         self._unlogged = 0
+        self._asked: Policy | None = None  # Whose hint is known.
+        self._counts_by_owner = False
 
     @property
     def policy(self) -> Policy:
@@ -56,6 +59,16 @@ class PolicyGuard:
         line.reorder(self._planner.policy)  # What it raised in the middle of is begun anew.
         substitute = Planner(Priority(), self._planner.limits)
         return substitute.plan(replace(view, queries=tuple(line.views)))
+
+    @property
+    def counts_by_owner(self) -> bool:
+        """Whether `on_tokens` takes a query as it was some tokens ago; see `CountsByOwner`."""
+        policy = self._planner.policy
+        if policy is not self._asked:
+            self._asked = policy
+            offered = isinstance(policy, CountsByOwner) and policy.counts_by_owner
+            self._counts_by_owner = offered and speaks_for(policy, "counts_by_owner", "on_tokens")
+        return self._counts_by_owner
 
     def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
         """As `Policy.on_tokens`; what it raises leaves the tokens unaccounted."""

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from batond.daemon.scheduler.claims import in_parked_line
+from batond.daemon.scheduler.hints import speaks_for
 from batond.daemon.scheduler.lanes import UNTOUCHED, Kind, Lane, LineLane, RankedLane, kind_of
 from batond.daemon.scheduler.rows import Rows
 from batond.policies.base import KeepsLines, Phase, PreemptsByLevel
@@ -203,9 +204,9 @@ class Line:
         self._line_of: Callable[[QueryView], object] | None = (
             policy.line_of if isinstance(policy, KeepsLines) else None
         )
-        self.victim_bar = (
-            policy.victim_bar if isinstance(policy, PreemptsByLevel) and _bar_holds(policy) else None
-        )
+        self.victim_bar: Callable[[QueryView, int, float], float | None] | None = None
+        if isinstance(policy, PreemptsByLevel) and speaks_for(policy, "victim_bar", "may_preempt"):
+            self.victim_bar = policy.victim_bar
         self._now_s = -math.inf
         self._best = {}
         self._pending: dict[int, QueryView] = {}  # By seq, in the order they came.
@@ -273,11 +274,3 @@ class Line:
                 if level < best.get(lane.class_order, math.inf):
                     best[lane.class_order] = level
         return best
-
-
-def _bar_holds(policy: object) -> bool:
-    """Whether `victim_bar` was not inherited from a class whose `may_preempt` is replaced by another."""
-    methods = next(
-        vars(cls) for cls in type(policy).__mro__ if "may_preempt" in vars(cls) or "victim_bar" in vars(cls)
-    )
-    return "victim_bar" in methods

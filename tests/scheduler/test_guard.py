@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batond.daemon.scheduler.guard import PolicyGuard
+from batond.daemon.scheduler.hints import speaks_for
 from batond.daemon.scheduler.line import Line
 from batond.daemon.scheduler.plan import BatchView
 from batond.daemon.scheduler.planner import Planner
+from batond.policies.fair import Fair
 from batond.policies.fcfs import Fcfs
 from batond.policies.priority import Priority
 
@@ -119,3 +121,32 @@ def test_the_log_has_one_line_a_minute(views: Views, caplog: pytest.LogCaptureFi
     assert [record.exc_info is not None for record in caplog.records] == [True, True]
     assert "ZeroDivisionError" in caplog.text
     assert "99 errors" in caplog.records[1].getMessage()
+
+
+class Reading(Fair):
+    """Accounts in its own way, and says nothing of how."""
+
+    name = "reading"
+
+    def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
+        """Nothing."""
+
+
+class ReadingToo(Reading):
+    """Says so again."""
+
+    counts_by_owner = True
+
+
+def test_a_hint_holds_for_the_method_it_was_made_for() -> None:
+    """Who replaces a method does not inherit what was said of it; an exchange is seen at once."""
+    planner = Planner(Fair())
+    guard = PolicyGuard(planner, Counter())
+    answers = []
+    for policy in (Fair(), Reading(), ReadingToo(), Broken("rank"), Rubbish()):
+        planner.policy = policy
+        answers.append(guard.counts_by_owner)
+    assert answers == [True, False, True, False, True]
+    plain = Fair()
+    vars(plain)["on_tokens"] = print
+    assert not speaks_for(plain, "counts_by_owner", "on_tokens")
