@@ -362,6 +362,28 @@ class LocalEngine:
         query.held = False
         self._roster.note(query)
 
+    def update(self, query: Query, *, sla_class: str | None = None, deadline_s: float | None = None) -> None:
+        """Give a live query another class or deadline; the next step ranks it anew, wherever it is.
+
+        Args:
+            query: Of this engine.
+            sla_class: Name of its class from now on; None leaves it.
+            deadline_s: Time left until its last token is needed, infinity is never; None leaves it.
+
+        Raises:
+            StateError: It has ended.
+            InvalidRequestError: There is no such class, the deadline is no number, or it is another engine's.
+        """
+        self._require_own(query)
+        if not query.live:
+            raise StateError(f"query {query.query_id} has ended", query_id=query.query_id, state=query.state)
+        if deadline_s is not None and math.isnan(deadline_s):
+            raise InvalidRequestError("deadline_s must be a number", field="deadline_s")
+        query.sla_class = query.sla_class if sla_class is None else self.classes.get(sla_class)
+        if deadline_s is not None:
+            query.deadline_s = time.monotonic() + deadline_s
+        self._roster.change(query)
+
     def cancel(self, query: Query) -> bool:
         """End a query now; returns whether it was still alive.
 

@@ -38,6 +38,7 @@ from batond.daemon.wire.messages import (
     StepEvents,
     Stop,
     Submit,
+    Update,
     Usage,
 )
 from batond.daemon.wire.settings import EngineSettings
@@ -94,6 +95,10 @@ class EngineProcess:
                     self._engine.counters["unknown_query_ids"] += 1
                 else:
                     self._engine.cancel(query)
+            case Update():
+                query = self._engine.queries.get(command.query_id)
+                if query is not None:
+                    self._engine.update(query, sla_class=command.sla_class, deadline_s=command.deadline_s)
             case HandBack():
                 query = self._engine.queries.get(command.query_id)
                 if query is not None:

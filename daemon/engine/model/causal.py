@@ -27,6 +27,17 @@ if TYPE_CHECKING:
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.offload.slice import KVSlice
 
+#: What transformers' models raise when they are asked for what they can't do.
+MODEL_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    KeyError,
+    NotImplementedError,
+)
 DEFAULT_MAX_QUERY_TOKENS = 2048  # For models that name no longest context.
 # From 5.24 on "cache" everywhere; before, recurrent families had a name of their own.
 _CACHE_KEYWORDS = ("cache", "past_key_values", "cache_params")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batond.daemon.engine.proof.probe import MODEL_ERRORS, relative_error, tolerance
+from batond.daemon.engine.model.causal import MODEL_ERRORS
+from batond.daemon.engine.proof.probe import relative_error, tolerance
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:

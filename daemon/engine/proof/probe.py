@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batond.daemon.engine.model.causal import MODEL_ERRORS
 from batond.daemon.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -23,17 +24,6 @@ if TYPE_CHECKING:
     from batond.daemon.engine.model.causal import CausalModel
     from batond.offload.slice import KVSlice
 
-#: What transformers' models raise when they are asked for what they can't do.
-MODEL_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    AssertionError,
-    KeyError,
-    NotImplementedError,
-)
 _PROMPT_TOKENS = (5, 13, 1)  # The query under test, a longer mate, and the shortest: all embedding cases.
 _PERIOD = 7  # Of the longer mate's tokens: what repeats scores equally, which a selection may tell apart.
 _STEPS = 9

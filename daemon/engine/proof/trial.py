@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from batond.daemon.engine.batch.padded import PaddedBatch
+from batond.daemon.engine.model.causal import MODEL_ERRORS
 from batond.daemon.engine.model.layout import RecordLayout
 from batond.daemon.engine.model.recipe import MaskForm, Recipe
 from batond.daemon.engine.proof.far import (
@@ -19,7 +20,6 @@ from batond.daemon.engine.proof.far import (
 )
 from batond.daemon.engine.proof.probe import (
     LONGEST_WINDOW_TOKENS,
-    MODEL_ERRORS,
     SHARED_ROWS,
     Way,
     alone_references,

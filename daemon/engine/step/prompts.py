@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+from batond.daemon.engine.model.causal import MODEL_ERRORS
 from batond.daemon.wire.messages import QueryState
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from batond.daemon.engine.sampling.sampler import Sampler
     from batond.daemon.engine.step.packing import Packer
     from batond.daemon.scheduler.plan import Chunk
-
-_FORWARD_ERRORS = (RuntimeError, ValueError, IndexError)
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Prompts:
             return False
         try:
             packed = self._packer.run([query.prompt_token_ids for query in queries])
-        except _FORWARD_ERRORS as error:
+        except MODEL_ERRORS as error:
             # One by one, only the culprit fails.
             _log.warning("a pack of %d prompts failed, each is computed alone: %s", len(queries), error)
             self._life.counters["failed_packs"] += 1
@@ -82,7 +81,7 @@ class Prompts:
         _begin(query)
         try:
             logits = self._run_chunk(query, count)
-        except _FORWARD_ERRORS as error:
+        except MODEL_ERRORS as error:
             self._life.fail(query, error)
             return
         if not query.to_prefill_tokens:
