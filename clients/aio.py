@@ -204,11 +204,11 @@ class AsyncClient:
     async def update(
         self, job_id: str, *, sla_class: str | None = None, deadline: datetime | None = None
     ) -> JobInfo:
-        """Gives a waiting job a less urgent class, or another deadline.
+        """Gives a job a less urgent class, or another deadline; one that runs is ranked anew.
 
         Raises:
             PermissionDeniedError: The class is more urgent than the present one, or not the tenant's.
-            WrongStateError: The job runs or has ended.
+            WrongStateError: The job has ended.
         """
         request = build.update_job(job_id, sla_class, deadline)
         response = await self._call(self._jobs.UpdateJob, request)

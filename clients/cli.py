@@ -310,7 +310,7 @@ def update(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a waiting job a less urgent class, or another deadline."""
+    """Give a job a less urgent class, or another deadline."""
     with open_client(ctx) as client:
         cli_print.brief(client.update(job_id, sla_class=sla_class, deadline=deadline), as_json=as_json)
 

@@ -43,10 +43,12 @@ from batond.daemon.wire.messages import (
 )
 from batond.daemon.wire.settings import EngineSettings
 from batond.policies.classes import SlaClasses
+from batond.policies.registry import check_configured, load_configured
 
 if TYPE_CHECKING:
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.wire.messages import Command, QueryEvent, Snapshot
+    from batond.policies.registry import PolicyOptions
 
 HEARTBEAT_S = 0.5  # The front's watchdog wants to hear from the engine at least once a second.
 SNAPSHOT_EVERY_S = 0.05
@@ -61,10 +63,14 @@ class EngineProcess:
     Args:
         engine: The engine.
         channel: The socket to the front.
+        policy_options: What policies get when `SetPolicy` names them.
     """
 
-    def __init__(self, engine: LocalEngine, channel: EngineChannel) -> None:
+    def __init__(
+        self, engine: LocalEngine, channel: EngineChannel, policy_options: PolicyOptions | None = None
+    ) -> None:
         self._engine = engine
+        self._policy_options = policy_options or {}
         self._channel = channel
         self._events: list[QueryEvent] = []
         self._stopping = False
@@ -140,7 +146,7 @@ class EngineProcess:
         try:
             match command:
                 case SetPolicy():
-                    self._engine.set_policy(command.name)
+                    self._engine.set_policy(load_configured(command.name, self._policy_options))
                     self._snapshot_s = 0.0  # The next frame shows it.
                 case Park():
                     self._engine.park(self._known(command.query_id))
@@ -184,6 +190,8 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
     Raises:
         BatondError: It can't be served; the message says what to mend.
     """
+    check_configured(settings.policy_options)  # Loading a model takes longer.
+    policy = load_configured(settings.policy, settings.policy_options)
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -203,7 +211,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         tokenizer,
         rows=settings.rows,
         batch=settings.batch,
-        policy=settings.policy,
+        policy=policy,
         host_pool_bytes=pool_bytes,
         prefill=settings.prefill,
         chunk_tokens=settings.chunk_tokens or None,
@@ -256,7 +264,7 @@ def engine_main(fd: int, config_json: bytes) -> int:
         return 1
     channel.send(_ready(engine, settings, load_s=time.monotonic() - started_s))
     try:
-        EngineProcess(engine, channel).run()
+        EngineProcess(engine, channel, settings.policy_options).run()
     except ChannelClosed:
         pass  # The front is gone: nobody wants tokens from us any more.
     finally:

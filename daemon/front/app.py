@@ -159,6 +159,7 @@ class _Front:
             lease_ms=lease_ms,
             on_lost=_into(loop, self._lost),
             on_cancel=_into(loop, self._cancel),
+            on_update=_into(loop, self._update),
         )
         self._dispatcher = Dispatcher(
             store=store,
@@ -277,6 +278,9 @@ class _Front:
 
     def _cancel(self, tenant: str, job_id: str) -> None:
         self._dispatcher.cancel(tenant, job_id)
+
+    def _update(self, tenant: str, job_id: str) -> None:
+        self._dispatcher.update(tenant, job_id)
 
     async def _watchdog(self, notifier: Notifier) -> None:
         """Ping systemd as long as the engine is heard."""

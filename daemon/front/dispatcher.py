@@ -3,8 +3,9 @@
     claim loop      Redis ──claim──> hold lease, open in the hub ──Submit──> engine
     engine events   engine ──StepEvents──> one commit per step ──> commit queue
     committer       commit queue ──commit_step──> Redis, then hub; retried while Redis is away
-    notices         Redis ──wake, cancel──> claim loop, engine
+    notices         Redis ──wake, cancel, update──> claim loop, engine
     timers          a deadline passes ──Cancel──> engine; the job's end is DEADLINE_EXCEEDED
+    updates         a job has another class or deadline ──Update──> engine
     reaper          expired leases and results, late jobs that wait, figures for metrics
 
 Every task runs on one asyncio loop; `_held` is the only state they share. That is also why the tasks stand in
@@ -43,6 +44,7 @@ from batond.daemon.wire.messages import (
     Resume,
     SetPolicy,
     StepEvents,
+    Update,
 )
 
 if TYPE_CHECKING:
@@ -119,6 +121,7 @@ class Dispatcher:
         self._limits: Mapping[str, TenantLimits] = {}  # As last claimed with.
         self._held: dict[str, HeldJob] = {}
         self._late: asyncio.Queue[HeldJob] = asyncio.Queue()
+        self._updated: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self._unsaved: asyncio.Queue[list[JobStep]] = asyncio.Queue(MOST_UNSAVED_STEPS)
         self._wake = asyncio.Event()
         self._claims_ended = asyncio.Event()
@@ -149,6 +152,11 @@ class Dispatcher:
         held = self._held.get(job_ref(tenant, job_id))
         if held is not None:
             self._tell_all(Cancel, held)
+
+    def update(self, tenant: str, job_id: str) -> None:
+        """A job's class or deadline may have changed: if this daemon holds it, its engine hears of it."""
+        if job_ref(tenant, job_id) in self._held:
+            self._updated.put_nowait((tenant, job_id))
 
     async def park(self, tenant: str, job_id: str) -> None:
         """Park a job by hand, with all its choices that can be parked.
@@ -191,6 +199,7 @@ class Dispatcher:
             tasks.create_task(self._listen_forever(), name="notices")
             tasks.create_task(self._reap_forever(), name="reap")
             tasks.create_task(self._end_late_forever(), name="late")
+            tasks.create_task(self._update_forever(), name="updates")
 
     async def drain(self, timeout_s: float) -> None:
         """Stop intake, let jobs finish for `timeout_s`, and hand back the rest with their tokens."""
@@ -368,6 +377,8 @@ class Dispatcher:
                 async for notice in self._store.notices(self._owner):
                     if notice.kind is NoticeKind.CANCEL:
                         self.cancel(notice.tenant, notice.job_id)
+                    elif notice.kind is NoticeKind.UPDATE:
+                        self.update(notice.tenant, notice.job_id)
                     else:
                         self._wake.set()
             except BatondError as error:
@@ -426,6 +437,25 @@ class Dispatcher:
             if self._held.get(held.ref) is held and not held.ended:
                 _log.warning("late_job_ended_here", tenant=held.tenant, job_id=held.job_id)
                 await self._unsaved.put([held.fail(held.late, DeadlineError.reason)])
+
+    async def _update_forever(self) -> None:
+        """Look at jobs that may have changed, and tell the engine what has."""
+        while True:
+            tenant, job_id = await self._updated.get()
+            try:
+                record = await self._store.get(tenant, job_id)
+            except BatondError:
+                continue  # The next renewal says it again; a job that is gone needs nothing.
+            held = self._held.get(job_ref(tenant, job_id))
+            if held is None or held.ended or held.late or record.sla_class not in self._classes:
+                continue
+            if held.take_update(record):
+                for query_id in held.query_ids:
+                    self._tell(Update(query_id=query_id, sla_class=record.sla_class, deadline_s=held.left_s))
+                if held.timer is not None:
+                    held.timer.cancel()
+                self._watch_time(held)
+                self._wake.set()  # Its old class has room for one more.
 
     # -- the engine speaks (EngineHandler) ------------------------------------------------------------
 

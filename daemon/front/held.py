@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from batond.daemon.front.hub import LiveEvent, LiveJob
-    from batond.daemon.queue import ClaimedJob
+    from batond.daemon.queue import ClaimedJob, JobRecord
     from batond.daemon.wire.messages import QueryEvent, TokenLogprobs
 
 
@@ -215,6 +215,19 @@ class HeldJob:
                 )
             )
         return commands
+
+    def take_update(self, record: JobRecord) -> bool:
+        """Take class and deadlines from a newer record of this claim; returns whether they have changed."""
+        known = self.claimed.record
+        changed = {
+            name: getattr(record, name)
+            for name in ("sla_class", "deadline_ms", "start_by_ms")
+            if getattr(record, name) != getattr(known, name)
+        }
+        if record.epoch != known.epoch or not changed:
+            return False
+        self.claimed = msgspec.structs.replace(self.claimed, record=msgspec.structs.replace(known, **changed))
+        return True
 
     def usage(self) -> Usage:
         """What it cost under this claim, all choices together; the prompt counts once."""

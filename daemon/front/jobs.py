@@ -148,7 +148,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         return await self._calls.answer("ListJobs", context, handle)
 
     async def UpdateJob(self, request: jobs_pb2.UpdateJobRequest, context: Any) -> jobs_pb2.UpdateJobResponse:
-        """Lower the class of a waiting job, or set its deadline."""
+        """Lower the class of a job, or set its deadline."""
 
         async def handle(tenant: Tenant) -> jobs_pb2.UpdateJobResponse:
             job_id = _named(request.job_id)
@@ -170,6 +170,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
                 deadline_ms=deadline_ms,
                 longest_queue_ms=int((longest_queue_s or 0) * 1000),
             )
+            self._dispatcher.update(tenant.name, job_id)
             return jobs_pb2.UpdateJobResponse(job=await self._shown(record, output=False))
 
         return await self._calls.answer("UpdateJob", context, handle)

@@ -77,7 +77,7 @@ def refused_update(verdict: bytes, job_id: str, answer: Any) -> BatondError:
         )
     state = dict(zip(answer[::2], answer[1::2], strict=True)).get(b"state", b"").decode()
     return StateError(
-        f"job {job_id!r} is {state}: only a waiting job can be updated", job_id=job_id, state=state
+        f"job {job_id!r} is {state}: only a job that has not ended can be updated", job_id=job_id, state=state
     )
 
 
@@ -103,8 +103,8 @@ def renew_args(owner: str, held: Sequence[tuple[str, str, int]], lease_ms: int) 
 
 def parse_renewal(reply: list[list[bytes]]) -> Renewal:
     """Answer of `renew.lua`."""
-    lost, cancel = ([split_ref(ref.decode()) for ref in refs] for refs in reply)
-    return Renewal(lost=lost, cancel=cancel)
+    lost, cancel, updated = ([split_ref(ref.decode()) for ref in refs] for refs in reply)
+    return Renewal(lost=lost, cancel=cancel, updated=updated)
 
 
 def commit_args(commit: StepCommit) -> list[Argument]:

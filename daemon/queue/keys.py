@@ -141,7 +141,12 @@ KINDS: Final = (
     # -- channels (lossy; each has a poll behind it) --------------------------------------------------------
     KeyKind("WAKE", "wake", "channel", "-", "payload: class with a new waiting job; idle daemons claim"),
     KeyKind(
-        "ORDERS", "orders:", "channel", "-", "to one daemon: reference of a job to cancel; renewals repeat it"
+        "ORDERS",
+        "orders:",
+        "channel",
+        "-",
+        "to one daemon: reference of a job to cancel, or `update` and that of one that was changed; renewals "
+        "repeat both",
     ),
     KeyKind(
         "NEWS", "news:", "channel", "-", "of one job: output was committed, or it ended; watchers read on"

@@ -41,6 +41,8 @@ class LeaseKeeper:
             refused.
         on_cancel: Told (tenant, job id) of a job somebody wants cancelled, again at each renewal until it
             ended.
+        on_update: Told (tenant, job id) of a job whose class or deadline was changed since its claim, again
+            at each renewal.
 
     The callbacks run in the thread: hand over with `loop.call_soon_threadsafe`.
     """
@@ -54,6 +56,7 @@ class LeaseKeeper:
         lease_ms: int,
         on_lost: Callable[[str, str, int], None],
         on_cancel: Callable[[str, str], None],
+        on_update: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
         self._client = client
         self._keys = keys
@@ -61,6 +64,7 @@ class LeaseKeeper:
         self._lease_ms = lease_ms
         self._on_lost = on_lost
         self._on_cancel = on_cancel
+        self._on_update = on_update
         self._lock = threading.Lock()  # Guards _held; never held over I/O.
         self._held: dict[tuple[str, str], int] = {}
         self._wake = threading.Event()
@@ -131,3 +135,5 @@ class LeaseKeeper:
                 self._on_lost(tenant, job_id, epoch)
         for tenant, job_id in renewal.cancel:
             self._on_cancel(tenant, job_id)
+        for tenant, job_id in renewal.updated:
+            self._on_update(tenant, job_id)

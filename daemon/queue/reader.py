@@ -271,5 +271,8 @@ def _notice(message: dict[str, Any], orders: str) -> Notice | None:
     payload = message["data"].decode(errors="replace")
     if message["channel"].decode() != orders:
         return Notice(kind=NoticeKind.WAKE, sla_class=payload)
-    tenant, job_id = split_ref(payload)
-    return Notice(kind=NoticeKind.CANCEL, tenant=tenant, job_id=job_id)
+    # A reference has no spaces.
+    order, _, ref = payload.rpartition(" ")
+    tenant, job_id = split_ref(ref)
+    kind = NoticeKind.UPDATE if order == "update" else NoticeKind.CANCEL
+    return Notice(kind=kind, tenant=tenant, job_id=job_id)

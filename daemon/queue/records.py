@@ -280,10 +280,11 @@ class CommitResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Renewal(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a renewal: jobs no longer ours, and jobs to cancel, as (tenant, job id)."""
+    """Answer to a renewal, as (tenant, job id): jobs no longer ours, to cancel, updated since the claim."""
 
     lost: list[tuple[str, str]]
     cancel: list[tuple[str, str]]
+    updated: list[tuple[str, str]] = []
 
 
 class HandBackOutcome(enum.StrEnum):
@@ -374,6 +375,7 @@ class NoticeKind(enum.StrEnum):
     SYNC = "sync"  # (re)connected: notices may have been lost, look for yourself
     WAKE = "wake"  # a job waits in class `sla_class`
     CANCEL = "cancel"  # cancel `tenant`, `job_id`
+    UPDATE = "update"  # class or deadline of `tenant`, `job_id` has changed
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):

@@ -162,7 +162,9 @@ class JobStore(JobReader):
         deadline_ms: int | None = None,
         longest_queue_ms: int = 0,
     ) -> JobRecord:
-        """Moves a waiting job to another class or gives it another deadline; its arrival stays.
+        """Moves a job to another class or gives it another deadline; its arrival stays.
+
+        The daemon that runs it is told, and told again at its renewals.
 
         Args:
             tenant: Whose.
@@ -175,7 +177,7 @@ class JobStore(JobReader):
         Raises:
             DeadlineError: The deadline has passed already; nothing changed.
             NotFoundError: There is no such job of this tenant.
-            StateError: It does not wait any more, or is in another class by now.
+            StateError: It has ended, or is in another class by now.
         """
         deadline: Argument = "" if deadline_ms is None else deadline_ms
         verdict, *rest = await self._call(

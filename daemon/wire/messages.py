@@ -83,6 +83,14 @@ class Cancel(Message, frozen=True):
     query_id: str
 
 
+class Update(Message, frozen=True):
+    """Give a query another class and deadline; it is ranked anew. Unknown ids are ignored."""
+
+    query_id: str
+    sla_class: str
+    deadline_s: float = math.inf  # Left until the tenant needs the last token.
+
+
 class HandBack(Message, frozen=True):
     """Forget a query without ending it: its job goes back to the queue. Unknown ids are ignored."""
 
@@ -114,7 +122,7 @@ class Stop(Message, frozen=True):
     """Leave the process after the current step."""
 
 
-Command = Submit | Cancel | HandBack | Park | Resume | SetPolicy | Stop
+Command = Submit | Cancel | Update | HandBack | Park | Resume | SetPolicy | Stop
 
 
 # -- events: engine -> front ------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         session_bytes: Part of it for slices of finished turns; -1 is a quarter, 0 keeps none.
         session_ttl_s: A session unused for so long is dropped.
         policy: Name of the policy.
+        policy_options: Options of policies by name: of that one, and of those it may be exchanged for.
         quantum_tokens: Tokens decoded between an admission and the next park.
         max_parks: Parks after which a query is not preemptible any more.
         ready_limit: Prefilled queries kept ahead of free rows.
@@ -49,6 +50,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     session_bytes: int = -1
     session_ttl_s: float = 3600.0
     policy: str = "priority"
+    policy_options: dict[str, dict[str, bool | int | float]] = {}
     quantum_tokens: int = 16
     max_parks: int = 8
     ready_limit: int = 1

@@ -1,19 +1,35 @@
-"""What tests of the front share: a tokenizer of one token a byte, a tenant, held jobs without a queue."""
+"""What tests of the front share: a tenant, held jobs without a queue, a dispatcher at work."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from batond.daemon.front.dispatcher import Dispatcher
 from batond.daemon.front.held import HeldJob
-from batond.daemon.front.hub import LiveJob
+from batond.daemon.front.hub import Hub, LiveJob
 from batond.daemon.front.identity import Tenant
-from batond.daemon.queue import ClaimedJob, CommittedChoice, JobRecord, JobSpec, JobState
+from batond.daemon.queue import (
+    ClaimedJob,
+    CommitResult,
+    CommittedChoice,
+    Counts,
+    JobRecord,
+    JobSpec,
+    JobState,
+    Reaped,
+    StepCommit,
+    TenantLimits,
+)
 from batond.daemon.requests.params import SamplingParams
+from batond.daemon.telemetry.metrics import Metrics
+from batond.daemon.wire.messages import Ready, StepEvents
+from batond.policies.classes import SlaClasses
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
 
 @pytest.fixture
@@ -53,3 +69,131 @@ def hold() -> Callable[..., HeldJob]:
         return HeldJob(claimed, LiveJob(tuple(len(one.token_ids) for one in choices)), 0.0)
 
     return make
+
+
+READY = Ready(
+    model="m",
+    device="none",
+    rows=4,
+    max_query_tokens=64,
+    vocab_size=100,
+    eos_token_ids=[0],
+    batch_kind="none",
+    batch_reason="",
+    preemption_mode="offload",
+    kv_bytes_per_token=1,
+    host_pool_bytes=1,
+    policy="priority",
+    load_s=0.0,
+)
+
+
+@pytest.fixture
+def ready() -> Ready:
+    """What an engine says of itself."""
+    return READY
+
+
+class Queue:
+    """A queue that gives what it was made with and keeps what is committed."""
+
+    def __init__(self, *jobs: ClaimedJob) -> None:
+        self.jobs = list(jobs)
+        self.commits: list[StepCommit] = []
+        self.ended = asyncio.Event()
+        self.record: JobRecord | None = None
+        self.read = asyncio.Event()
+
+    async def claim(self, *_: Any, **__: Any) -> list[ClaimedJob]:
+        jobs, self.jobs = self.jobs, []
+        return jobs
+
+    async def commit_step(self, _: str, commits: list[StepCommit]) -> CommitResult:
+        self.commits += commits
+        if any(one.state is not None and one.state.final for one in commits):
+            self.ended.set()
+        return CommitResult(refused=[], cancel=[])
+
+    async def reap(self) -> Reaped:
+        return Reaped(requeued=[], cancelled=[], dead=[], late=[], swept=0)
+
+    async def counts(self) -> Counts:
+        return Counts(queued={}, oldest_wait_ms={}, held=0, dead=0, totals={})
+
+    async def get(self, *_: Any) -> JobRecord:
+        assert self.record is not None
+        self.read.set()
+        return self.record
+
+    async def notices(self, _: str) -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield None
+
+
+class Engine:
+    """A link that keeps what it is told and answers when the test says so."""
+
+    def __init__(self, ready: Ready) -> None:
+        self.ready: Ready | None = ready
+        self.told: list[Any] = []
+
+    def send(self, command: Any) -> None:
+        self.told.append(command)
+
+    async def heard(self, kind: type, count: int = 1) -> Any:
+        """The so-manieth command of a kind, once it has come."""
+        async with asyncio.timeout(10):
+            while True:
+                found = [command for command in self.told if isinstance(command, kind)]
+                if len(found) >= count:
+                    return found[count - 1]
+                await asyncio.sleep(0.005)
+
+
+class Keeper:
+    """Leases are not this test's matter."""
+
+    def hold(self, *_: Any) -> None: ...
+
+    def drop(self, *_: Any) -> None: ...
+
+
+class Scene:
+    """A dispatcher at work."""
+
+    def __init__(self, *jobs: ClaimedJob) -> None:
+        self.queue = Queue(*jobs)
+        self.engine = Engine(READY)
+        parts: dict[str, Any] = {"store": self.queue, "keeper": Keeper(), "link": self.engine}
+        self.dispatcher = Dispatcher(
+            **parts,
+            hub=Hub(),
+            classes=SlaClasses(),
+            metrics=Metrics(),
+            owner="d1",
+            lease_s=10,
+            claim_ahead=2,
+            max_attempts=3,
+            tenants=lambda: {"t": TenantLimits(weight=2.5)},
+        )
+
+    async def __aenter__(self) -> Self:
+        self.task = asyncio.create_task(self.dispatcher.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def say(self, *events: Any) -> None:
+        await self.dispatcher.engine_step(StepEvents(step=1, events=list(events)))
+
+    async def last(self) -> StepCommit:
+        await asyncio.wait_for(self.queue.ended.wait(), 10)
+        return self.queue.commits[-1]
+
+
+@pytest.fixture
+def scene() -> type[Scene]:
+    """A dispatcher with a queue and an engine of the test's own, to be entered."""
+    return Scene

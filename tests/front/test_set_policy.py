@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -12,31 +12,18 @@ from batond.daemon.errors import StateError
 from batond.daemon.front.dispatcher import Dispatcher
 from batond.daemon.front.hub import Hub
 from batond.daemon.telemetry.metrics import Metrics
-from batond.daemon.wire.messages import CommandResult, Ready, SetPolicy, StepEvents
+from batond.daemon.wire.messages import CommandResult, SetPolicy, StepEvents
 from batond.policies.classes import SlaClasses
 
-READY = Ready(
-    model="m",
-    device="none",
-    rows=4,
-    max_query_tokens=64,
-    vocab_size=100,
-    eos_token_ids=[0],
-    batch_kind="none",
-    batch_reason="",
-    preemption_mode="offload",
-    kv_bytes_per_token=1,
-    host_pool_bytes=1,
-    policy="priority",
-    load_s=0.0,
-)
+if TYPE_CHECKING:
+    from batond.daemon.wire.messages import Ready
 
 
 class Engine:
     """Keeps what it is told and says when it was told something."""
 
-    def __init__(self) -> None:
-        self.ready = READY
+    def __init__(self, ready: Ready) -> None:
+        self.ready = ready
         self.told: asyncio.Queue[Any] = asyncio.Queue()
 
     def send(self, command: Any) -> None:
@@ -44,9 +31,9 @@ class Engine:
 
 
 @pytest.fixture
-def engine() -> Engine:
+def engine(ready: Ready) -> Engine:
     """An engine under the policy of the configuration."""
-    return Engine()
+    return Engine(ready)
 
 
 @pytest.fixture
@@ -78,16 +65,16 @@ async def test_a_new_engine_is_told_again(dispatcher: Dispatcher, engine: Engine
     assert await answer(dispatcher, engine) == "fair"
     await setting
     assert dispatcher.policy == "fair"
-    dispatcher.engine_up(READY)
+    dispatcher.engine_up(engine.ready)
     assert await answer(dispatcher, engine) == "fair"
 
 
 async def test_an_engine_that_has_it_is_not_told(dispatcher: Dispatcher, engine: Engine) -> None:
-    dispatcher.engine_up(READY)
+    dispatcher.engine_up(engine.ready)
     setting = asyncio.create_task(dispatcher.set_policy("fair"))
     await answer(dispatcher, engine)
     await setting
-    dispatcher.engine_up(msgspec.structs.replace(READY, policy="fair"))
+    dispatcher.engine_up(msgspec.structs.replace(engine.ready, policy="fair"))
     assert engine.told.empty()
 
 
@@ -98,5 +85,5 @@ async def test_a_refused_policy_is_not_kept(dispatcher: Dispatcher, engine: Engi
         await setting
     assert caught.value.reason == "BAD_CONFIG"
     assert dispatcher.policy == ""
-    dispatcher.engine_up(READY)
+    dispatcher.engine_up(engine.ready)
     assert engine.told.empty()

@@ -1,13 +1,14 @@
-"""A waiting job moves to a less urgent class, or gets another deadline."""
+"""A job moves to a less urgent class, or gets another deadline, whether it waits or runs."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from batond.daemon.errors import DeadlineError, NotFoundError, StateError
-from batond.daemon.queue import JobState
+from batond.daemon.queue import JobState, NoticeKind
 
 if TYPE_CHECKING:
     from batond.daemon.queue import JobRecord
@@ -69,13 +70,53 @@ async def test_a_deadline_that_has_passed_changes_nothing(queue: Any) -> None:
     assert (await queue.claim_one()).record.sla_class == "standard"
 
 
-async def test_what_runs_or_has_ended_stays(queue: Any) -> None:
+async def test_what_has_ended_stays(queue: Any) -> None:
     await queue.submit("j")
-    await queue.claim_one()
+    await queue.store.cancel("t", "j")
+    with pytest.raises(StateError, match="has not ended"):
+        await update(queue, "j")
+
+
+async def test_the_daemon_that_runs_a_job_is_told_and_told_again(queue: Any) -> None:
+    """A lost notice costs no more than a renewal; the next claim knows anyway."""
+    await queue.submit("j", tenant="a b")
+    job = await queue.claim_one()
+    held = [("a b", "j", job.record.epoch)]
+    notices = queue.another().notices("d1")
+    try:
+        assert (await asyncio.wait_for(anext(notices), 10)).kind is NoticeKind.SYNC
+        record = await update(queue, "j", tenant="a b", deadline_ms=(await now_ms(queue)) + 60_000)
+        assert (record.state, record.sla_class, record.epoch) == (JobState.CLAIMED, "batch", job.record.epoch)
+        notice = await asyncio.wait_for(anext(notices), 10)
+    finally:
+        await notices.aclose()
+    assert (notice.kind, notice.tenant, notice.job_id) == (NoticeKind.UPDATE, "a b", "j")
     for _ in range(2):
-        with pytest.raises(StateError, match="only a waiting job"):
-            await update(queue, "j")
-        await queue.store.cancel("t", "j")
+        renewal = await queue.store.renew("d1", held, lease_ms=60_000)
+        assert (renewal.updated, renewal.cancel, renewal.lost) == ([("a b", "j")], [], [])
+    step = queue.step(job, 0, 1, 2, state=JobState.RUNNING)
+    assert await queue.commit(step) == [], "its claim is as good as before"
+    await queue.store.hand_back("d1", "a b", "j", job.record.epoch)
+    again = await queue.claim_one()
+    assert (again.record.sla_class, again.record.deadline_ms) == ("batch", record.deadline_ms)
+    renewal = await queue.store.renew("d1", [("a b", "j", again.record.epoch)], lease_ms=60_000)
+    assert renewal.updated == []
+
+
+async def test_what_a_running_job_puts_out_is_charged_to_its_new_class(queue: Any) -> None:
+    await queue.submit("j")
+    job = await queue.claim_one()
+    await update(queue, "j")
+    await queue.commit(queue.step(job, 0, 1, 2, state=JobState.RUNNING))
+    assert await queue.client.zscore(queue.store.keys.accounts("batch"), "t") == 2
+
+
+async def test_the_longest_queue_time_of_a_running_job_is_the_new_classs(queue: Any) -> None:
+    await queue.submit("j", longest_queue_ms=5000)
+    await queue.claim_one()
+    record = await update(queue, "j", longest_queue_ms=9000)
+    assert record.start_by_ms == record.created_ms + 9000
+    assert await queue.client.zscore(queue.store.keys.due, "t/j") is None, "its daemon looks at it"
 
 
 async def test_two_writers_see_each_other(queue: Any) -> None:

@@ -120,6 +120,7 @@ local function take(ref, job, class, tenant, counter, limits)
   elseif not more then -- Its turn has gone, its debt has not.
     set_counter(class, tenant, counter, false)
   end
+  redis.call('HDEL', JOB .. ref, 'updated') -- the claim tells the present state
   redis.call('HSET', JOB .. ref, 'state', 'claimed', 'owner', owner, 'epoch', int(job.epoch + 1),
     'claimed_ms', int(now_ms), 'waited_ms', int(job.waited_ms), 'weight', digits(limits[1]),
     'metered', limits[3] > 0 and '1' or '0')

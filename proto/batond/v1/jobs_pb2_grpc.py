@@ -117,8 +117,8 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateJob(self, request, context):
-        """Gives a waiting job a less urgent class, or another deadline. A more urgent class is PERMISSION_DENIED, and a job
-        that runs or has ended is FAILED_PRECONDITION.
+        """Gives a job a less urgent class, or another deadline. One that runs keeps its row until a more urgent one needs it. A
+        more urgent class is PERMISSION_DENIED, and a job that has ended is FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
