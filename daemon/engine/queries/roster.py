@@ -48,11 +48,6 @@ class Roster:
         self.note(query)
         self.line.put(self._new_view(query))
 
-    def change(self, query: Query) -> None:
-        """Something of a query has changed that no token changes: its class or its deadline."""
-        self.note(query)
-        self.line.put(self._new_view(query))
-
     def drop(self, query: Query) -> None:
         """A query has ended; the policy hears of it if it ever heard of the query."""
         self._queries.pop(query.query_id, None)
