@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from batond.clients import Client
+from batond.clients import AsyncClient, Client
 from batond.clients.errors import BatondClientError
 
 if TYPE_CHECKING:
@@ -62,6 +62,10 @@ class LocalDaemon:
     def client(self, tenant: str, **options: Any) -> Client:
         """A client with the tenant's token."""
         return Client(f"unix:{self.socket}", token=self._tokens[tenant], **{"timeout_s": 120.0, **options})
+
+    def async_client(self, tenant: str) -> AsyncClient:
+        """The same for asyncio."""
+        return AsyncClient(f"unix:{self.socket}", token=self._tokens[tenant], timeout_s=120.0)
 
     def operator(self) -> Client:
         """A client that may use the admin service."""
