@@ -30,10 +30,11 @@ test: lint types proto-check unit ## Everything CI runs: lint, types, generated 
 test-fast: $(STAMP) ## The tests that take less than ten seconds each
 	@$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu' $(ARGS)
 
-lint: $(STAMP) ## Formatting and lint (ruff)
+lint: $(STAMP) ## Formatting and lint (ruff), and which folder may import which (import-linter)
 	@echo '== lint'
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-cache --no-logo
 
 types: $(STAMP) ## Types: mypy strict, then pyright as a second opinion
 	@echo '== types'

@@ -7,7 +7,7 @@ only keeps what can be rebuilt from it; parked and ended queries are forgotten.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,9 +22,22 @@ if TYPE_CHECKING:
     from typing import Any
 
     from batond.daemon.engine.model.causal import CausalModel
-    from batond.daemon.engine.queries.query import Query
+    from batond.daemon.engine.sampling.grammar import GrammarMatcher
     from batond.daemon.requests.params import SamplingParams
     from batond.daemon.wire.messages import TokenLogprobs
+
+
+class Sampled(Protocol):
+    """What sampling knows of a query, and what it notes there; see `queries.query.Query`."""
+
+    query_id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    output_logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[TokenLogprobs | None]
+    grammar: GrammarMatcher | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,7 @@ class Sampler:
                 limit=self._vocab_size,
             )
 
-    def prepare(self, query: Query) -> None:
+    def prepare(self, query: Sampled) -> None:
         """Give a new query its grammar's state and the empty first place of its prompt's log-probabilities.
 
         Raises:
@@ -93,13 +106,13 @@ class Sampler:
         if query.sampling.structured:
             query.grammar = self._grammars.matcher(query.sampling)
 
-    def forget(self, query: Query) -> None:
+    def forget(self, query: Sampled) -> None:
         """Drop what is kept for a query; it is rebuilt when the query comes back."""
         self._counts.forget(query.query_id)
         self._biases.pop(query.query_id, None)
         self._bans.pop(query.query_id, None)
 
-    def choose(self, logits: torch.Tensor, queries: Sequence[Query]) -> list[Choice]:
+    def choose(self, logits: torch.Tensor, queries: Sequence[Sampled]) -> list[Choice]:
         """The next token of every row.
 
         Args:
@@ -117,7 +130,7 @@ class Sampler:
             found = dict(zip(wanted, reported, strict=True))
         return [Choice(token, found.get(row)) for row, token in enumerate(tokens)]
 
-    def record_given(self, query: Query, first: int, logits: torch.Tensor) -> None:
+    def record_given(self, query: Sampled, first: int, logits: torch.Tensor) -> None:
         """Note the log-probabilities of tokens that were given: the prompt's, and those of replayed output.
 
         What is noted already stays: a park that dropped KV computes its tokens a second time.
@@ -141,7 +154,7 @@ class Sampler:
                 rows = logits[new[0] - first - 1 : new[-1] - first]
                 noted.extend(token_logprobs(rows, [tokens[p] for p in new], [top] * len(new)))
 
-    def _biased(self, logits: torch.Tensor, queries: Sequence[Query]) -> torch.Tensor:
+    def _biased(self, logits: torch.Tensor, queries: Sequence[Sampled]) -> torch.Tensor:
         """Biases added, and ids that may not end the generation yet set to minus infinity."""
         offsets: list[_Offsets] = []
         rows: list[int] = []
@@ -157,7 +170,7 @@ class Sampler:
         values = torch.cat([one.values for one in offsets])
         return logits.index_put((at_rows, ids), values, accumulate=True)
 
-    def _offsets(self, query: Query) -> list[_Offsets]:
+    def _offsets(self, query: Sampled) -> list[_Offsets]:
         """The query's biases and bans as tensors, made once while it stays in the batch."""
         sampling, key = query.sampling, query.query_id
         found: list[_Offsets] = []
@@ -183,7 +196,7 @@ class Sampler:
             torch.tensor(values, dtype=torch.float32, device=self._device),
         )
 
-    def _penalized(self, logits: torch.Tensor, queries: Sequence[Query]) -> torch.Tensor:
+    def _penalized(self, logits: torch.Tensor, queries: Sequence[Sampled]) -> torch.Tensor:
         rows = [row for row, query in enumerate(queries) if query.sampling.penalized]
         if not rows:
             return logits
@@ -195,7 +208,7 @@ class Sampler:
         new = penalize(logits[index], counts, [query.sampling for query in mine])
         return logits.index_put((index,), new)
 
-    def _masked(self, logits: torch.Tensor, raw: torch.Tensor, queries: Sequence[Query]) -> torch.Tensor:
+    def _masked(self, logits: torch.Tensor, raw: torch.Tensor, queries: Sequence[Sampled]) -> torch.Tensor:
         """Tokens that a grammar does not allow set to minus infinity."""
         rows = [row for row, query in enumerate(queries) if query.grammar is not None]
         if not rows:
