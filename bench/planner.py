@@ -166,8 +166,8 @@ def measure(policy_name: str, waiting: int, rows: int, steps: int) -> Timing:
     load = Load(waiting, rows, parked=rows // 10)
     planner = Planner(load_policy(policy_name))
     line = Line(planner.policy, load.queries.__getitem__)
-    for query in load.queries.values():
-        line.put(query)
+    for live in load.queries.values():
+        line.put(live)
     plan = planner.plan(replace(load.view(rows), queries=()), line)
     plans, updates = [], []
     for step in range(WARM_UP_STEPS + steps):

@@ -17,7 +17,7 @@ from batond.daemon.config_load import engine_settings, load_settings, parse_assi
 from batond.daemon.errors import BatondError, ConfigError
 from batond.daemon.simulator.command import simulate
 from batond.daemon.telemetry.logging import configure_logging
-from batond.policies.registry import load_policy
+from batond.policies.registry import check_configured, load_policy
 
 EXIT_CONFIG = 2
 TOKEN_BYTES = 32
@@ -95,6 +95,7 @@ def check_config(config: Config = None, assign: Assignments = None) -> None:
     settings = load_settings(config, parse_assignments(assign or []))
     engine_settings(settings)  # Finds the weights.
     load_policy(settings.engine.policy)
+    check_configured(settings.policy_options)
     typer.echo(json.dumps(redacted(settings), indent=2, default=str))
 
 

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from batond.daemon.config_base import Seconds, Section, StringList, parse_json
+from batond.daemon.config_base import Number, Seconds, Section, StringList, parse_json
 from batond.daemon.config_tenants import TenantConfig, check_tenants
 from batond.daemon.requests.params import MAX_N
 from batond.policies.classes import DEFAULT_CLASSES, SlaClass, SlaClasses
@@ -313,6 +313,7 @@ class Settings(BaseSettings):
     log: LogSettings = Field(default_factory=LogSettings)
     classes: Annotated[list[ClassConfig], NoDecode, BeforeValidator(parse_json)] = []
     tenants: Annotated[list[TenantConfig], NoDecode, BeforeValidator(parse_json)] = []
+    policy_options: dict[str, dict[str, Number]] = {}  # By policy; docs/policies.md has them.
 
     @property
     def sla_classes(self) -> SlaClasses:

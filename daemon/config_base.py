@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_settings import NoDecode
 
 
@@ -25,6 +27,19 @@ def parse_json(value: object) -> object:
 
 StringList = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _number(value: object) -> object:
+    """Take a number, true or false, or the text of one, as the environment has it."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(value) if isinstance(value, str) else value
+    # Infinity has no place in the JSON that the engine reads.
+    if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+        raise ValueError("neither a finite number nor true or false")
+    return value
+
+
+Number = Annotated[bool | int | float, PlainValidator(_number)]
 
 
 class Section(BaseModel):

@@ -147,6 +147,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
         session_bytes=-1 if engine.session_bytes == "auto" else int(engine.session_bytes),
         session_ttl_s=engine.session_ttl_s,
         policy=engine.policy,
+        policy_options=settings.policy_options,
         quantum_tokens=engine.quantum_tokens,
         max_parks=engine.max_parks,
         ready_limit=engine.ready_limit,
