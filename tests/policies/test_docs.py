@@ -8,12 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from ast import literal_eval
 from pathlib import Path
 
 import pytest
 
-from batond.policies.registry import load_policy, policy_names
+from batond.policies.registry import check_configured, load_policy, policy_names
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "short-prompts"
@@ -77,7 +78,8 @@ def test_the_example_is_shown_as_it_is(page: str) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     assert block == (EXAMPLE / "batond_short_prompts.py").read_text(encoding="utf-8")
     assert len(re.findall(r"^ *[^\s\"]", block, flags=re.MULTILINE)) <= 20
-    (table,) = re.findall(r"^```toml\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    options, table = re.findall(r"^```toml\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    check_configured(tomllib.loads(options)["policy_options"])
     assert table in (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+import re
+import tomllib
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,9 +18,6 @@ from batond.policies.fair import Fair
 from batond.policies.mlfq import Mlfq
 from batond.policies.priority import Priority
 from batond.policies.registry import check_configured, load_configured, load_policy
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FILE = """
 [engine]
@@ -117,6 +117,18 @@ def test_option_that_a_policy_has_not_stops_the_start(
         check_configured({"priority": {"ageing_s": 5}, name: options})
     assert message in raised.value.message
     assert raised.value.details["policy"] == name
+
+
+def test_the_example_shows_every_option_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "systemd" / "batond.toml").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^\[policy_options\]\n((?:#.+\n)+)", text, flags=re.MULTILINE)
+    shown = tomllib.loads(section.replace("#", ""))
+    check_configured(shown)
+    for name, options in shown.items():
+        parameters = inspect.signature(type(load_policy(name))).parameters
+        assert options == {option: parameter.default for option, parameter in parameters.items()}
+    built_in = {"deadline", "fair", "mlfq", "priority", "shortest"}
+    assert set(shown) == built_in
 
 
 def test_whole_numbers_stand_for_fractions() -> None:
