@@ -248,6 +248,10 @@ class Dispatcher:
         self._note_redis(None)
         for job in claimed:
             self._take(job)
+            held = self._held.get(job_ref(job.record.tenant, job.record.job_id))
+            if held is not None and not held.ended and not held.open_choices:
+                # A hand wrote its output, or its record: no query of it would ever report an end.
+                await self._unsaved.put([held.digest([])])
         return bool(claimed)
 
     def _room(self) -> dict[str, int]:

@@ -401,14 +401,20 @@ class _StepBuilder:
         if self._error[0]:
             return JobState.FAILED, ""
         if not held.open_choices:
-            reasons = [choice.finish_reason for choice in held.choices]
-            if FinishReason.CANCELLED.value in reasons and held.late:
-                self._error = (DeadlineError.reason, held.late)
-                return JobState.FAILED, ""
-            if FinishReason.CANCELLED.value in reasons:
-                return JobState.CANCELLED, FinishReason.CANCELLED.value
-            return JobState.SUCCEEDED, reasons[0]
+            return self._end([choice.finish_reason for choice in held.choices])
         if not self._moved:
             return None, ""
         parked = all(held.choices[index].parked for index in held.open_choices)
         return JobState.PARKED if parked else JobState.RUNNING, ""
+
+    def _end(self, reasons: list[str]) -> tuple[JobState, str]:
+        """State and finish reason of a job whose choices have ended, by their finish reasons."""
+        if FinishReason.ERROR.value in reasons:
+            self._error = ("INTERNAL", "one of its choices failed under an earlier claim")
+        elif FinishReason.CANCELLED.value in reasons and self._held.late:
+            self._error = (DeadlineError.reason, self._held.late)
+        elif FinishReason.CANCELLED.value in reasons:
+            return JobState.CANCELLED, FinishReason.CANCELLED.value
+        else:
+            return JobState.SUCCEEDED, reasons[0]
+        return JobState.FAILED, ""

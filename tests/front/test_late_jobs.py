@@ -1,4 +1,4 @@
-"""Held jobs that are late: the dispatcher, with a queue and an engine of the test's own."""
+"""Held jobs that are late, or that have nothing left to do: the dispatcher at work."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 
 from batond.daemon.front import dispatcher as module
-from batond.daemon.queue import JobState
+from batond.daemon.queue import CommittedChoice, JobState
 from batond.daemon.wire.messages import (
     Cancel,
     Finished,
@@ -24,8 +25,6 @@ from batond.daemon.wire.messages import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import pytest
 
     from batond.daemon.front.held import HeldJob
     from batond.daemon.queue import ClaimedJob
@@ -128,3 +127,28 @@ async def test_a_job_with_time_is_left_alone_and_its_timer_ends_with_it(hold: Ho
         assert kept.timer is not None
         assert kept.timer.cancelled()
     assert not any(isinstance(command, (Cancel, HandBack)) for command in at.engine.told)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "end"),
+    [
+        (("stop", "length"), (JobState.SUCCEEDED, "stop", "")),
+        (("stop", "cancelled"), (JobState.CANCELLED, "cancelled", "")),
+        (("stop", "error"), (JobState.FAILED, "", "INTERNAL")),
+    ],
+)
+async def test_a_claimed_job_without_an_open_choice_ends_at_once(
+    hold: Hold,
+    scene: MakeScene,
+    reasons: tuple[str, str],
+    end: tuple[JobState, str, str],
+) -> None:
+    """D13: no query would ever report its end; it must not be held for ever."""
+    committed = [CommittedChoice(token_ids=[1], text="x", finish_reason=reason) for reason in reasons]
+    held = hold(n=2, committed=committed)
+    async with scene(timed(held)) as at:
+        last = await at.last()
+        async with asyncio.timeout(10):
+            await at.dispatcher._empty.wait()
+    assert (last.state, last.finish_reason, last.error_reason) == end
+    assert not any(isinstance(command, Submit) for command in at.engine.told)
