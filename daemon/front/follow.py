@@ -106,8 +106,8 @@ class Follower:
     async def _past(self, tenant: str, job_id: str, cursor: _Cursor) -> AsyncIterator[FollowEvent]:
         # The record comes first: if it is final, all output is there to be read.
         record = await self._store.get(tenant, job_id)
-        for choice in range(record.choices):
-            past = await self._store.read_chunks(tenant, job_id, cursor.next_index(choice), choice=choice)
+        from_indexes = [cursor.next_index(choice) for choice in range(record.choices)]
+        for past in await self._store.read_choices(tenant, job_id, from_indexes):
             for chunk in past:
                 if (wanted := cursor.take(chunk)) is not None:
                     yield wanted

@@ -276,8 +276,9 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
     async def _shown(self, record: JobRecord, *, output: bool = True) -> types_pb2.Job:
         spec = await self._store.get_spec(record.tenant, record.job_id)
         chunks: list[Chunk] = []
-        for choice in range(record.choices if output else 0):
-            chunks += await self._store.read_chunks(record.tenant, record.job_id, choice=choice)
+        if output:
+            outputs = await self._store.read_choices(record.tenant, record.job_id, [0] * record.choices)
+            chunks = [chunk for output_chunks in outputs for chunk in output_chunks]
         place = None
         if record.state is JobState.QUEUED:
             place = await self._store.place(record.tenant, record.job_id)

@@ -31,7 +31,7 @@ from batond.daemon.queue.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 
     import redis.asyncio
     from redis.asyncio.client import PubSub
@@ -124,20 +124,48 @@ class JobReader:
         Raises:
             InvalidRequestError: `from_index` is negative.
         """
-        if from_index < 0:
-            raise InvalidRequestError("from_index must not be negative", field="from_index", value=from_index)
-        out = self.keys.out(job_ref(tenant, job_id), choice)
+        (chunks,) = await self._read(tenant, job_id, {choice: from_index}, limit)
+        return chunks
+
+    async def read_choices(self, tenant: str, job_id: str, from_indexes: Sequence[int]) -> list[list[Chunk]]:
+        """Gives committed output of all choices in one round trip; see `read_chunks`.
+
+        Args:
+            tenant: Whose.
+            job_id: Which.
+            from_indexes: First output token wanted of each choice, from 0.
+
+        Raises:
+            InvalidRequestError: An index is negative.
+        """
+        return await self._read(tenant, job_id, dict(enumerate(from_indexes)), None)
+
+    async def _read(
+        self, tenant: str, job_id: str, from_indexes: Mapping[int, int], limit: int | None
+    ) -> list[list[Chunk]]:
+        """Output of some choices, by the first token wanted of each."""
         pipe = self._client.pipeline(transaction=False)
-        pipe.xrevrange(out, f"{from_index}-0", "-", count=1)
-        pipe.xrange(out, f"{from_index}-0", "+", count=limit)
+        for choice, from_index in from_indexes.items():
+            if from_index < 0:
+                raise InvalidRequestError(
+                    "from_index must not be negative", field="from_index", value=from_index
+                )
+            out = self.keys.out(job_ref(tenant, job_id), choice)
+            pipe.xrevrange(out, f"{from_index}-0", "-", count=1)
+            pipe.xrange(out, f"{from_index}-0", "+", count=limit)
+        outputs = []
         try:
-            before, after = await self._ask(pipe.execute())
-            chunks = [decode_chunk(fields[b"c"]) for _, fields in [*before, *after]]
+            replies = await self._ask(pipe.execute())
+            for from_index, before, after in zip(
+                from_indexes.values(), replies[::2], replies[1::2], strict=True
+            ):
+                chunks = [decode_chunk(fields[b"c"]) for _, fields in [*before, *after]]
+                if before and chunks[0].first_index + len(chunks[0].token_ids) <= from_index:
+                    del chunks[0]
+                outputs.append(chunks[:limit])
         except (GarbageError, KeyError) as error:
             raise _not_found(tenant, job_id) from error
-        if before and chunks[0].first_index + len(chunks[0].token_ids) <= from_index:
-            del chunks[0]
-        return chunks[:limit]
+        return outputs
 
     async def place(self, tenant: str, job_id: str) -> Place | None:
         """Estimates the jobs that will be claimed before this one, and its start; None if it does not wait.

@@ -37,7 +37,7 @@ class Line:
     async def get(self, *_: Any) -> Any:
         return RECORD
 
-    async def read_chunks(self, *_: Any, **__: Any) -> list[Any]:
+    async def read_choices(self, *_: Any, **__: Any) -> list[Any]:
         return []
 
     async def place(self, *_: Any) -> Place | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pytest
 
+from batond.daemon.errors import InvalidRequestError
 from batond.daemon.queue import Chunk, JobSpec, JobState, StepCommit
 from batond.daemon.queue.keys import Keys, job_ref
 from batond.daemon.requests.params import SamplingParams
@@ -118,3 +120,26 @@ async def test_a_record_that_does_not_fit_its_spec_is_not_run(queue: Queue) -> N
     await submit(queue, choices=2)
     assert await queue.claim() == []
     assert (await queue.store.get("t", "a")).state is JobState.DEAD
+
+
+async def test_all_choices_are_read_in_one_round_trip(queue: Queue) -> None:
+    await submit(queue)
+    job = await queue.claim_one()
+    await queue.commit(step(job, chunk(0, 0, 1, 2), chunk(1, 0, 3)))
+    await queue.commit(step(job, chunk(0, 2, 4), chunk(1, 1, 5)))
+    trips: list[int] = []
+    pipeline = queue.client.pipeline
+
+    def counted(**options: Any) -> Any:
+        trips.append(1)
+        return pipeline(**options)
+
+    queue.client.pipeline = counted  # type: ignore[method-assign]
+    for starts in ([0, 0, 0], [2, 1, 0], [1, 9, 0]):
+        trips.clear()
+        outputs = await queue.store.read_choices("t", "a", starts)
+        assert len(trips) == 1
+        assert outputs == [await read(queue, choice, start) for choice, start in enumerate(starts)]
+    assert [[one.token_ids for one in output] for output in outputs] == [[[1, 2], [4]], [], []]
+    with pytest.raises(InvalidRequestError):
+        await queue.store.read_choices("t", "a", [0, -1])
