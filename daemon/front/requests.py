@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import secrets
@@ -14,17 +15,20 @@ import msgspec
 from batond.daemon.errors import InvalidRequestError, NotFoundError, RequestTooLargeError
 from batond.daemon.front.ranks import TimeLimit, choose_class, time_limit
 from batond.daemon.queue.records import JobSpec
-from batond.daemon.requests.params import MAX_PROMPT_LOGPROBS, SamplingParams
+from batond.daemon.requests.params import MAX_CLIENT_ID_CHARS, MAX_PROMPT_LOGPROBS, SamplingParams
 from batond.daemon.requests.structure import check_structure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from batond.daemon.front.identity import Tenant
     from batond.daemon.front.text import Tokenizer
     from batond.policies.classes import SlaClasses
     from batond.v1 import types_pb2
 
 KNOWN_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
-_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ID: Final = re.compile(rf"[A-Za-z0-9._:-]{{1,{MAX_CLIENT_ID_CHARS}}}")
+_ID_RULE: Final = f"must be 1 to {MAX_CLIENT_ID_CHARS} of A-Z a-z 0-9 . _ : -"
 _OPTIONAL_SAMPLING: Final = (
     "max_tokens",
     "temperature",
@@ -96,7 +100,7 @@ def check_job_id(job_id: str) -> str:
     if not job_id:
         return uuid.uuid4().hex
     if not _ID.fullmatch(job_id):
-        raise InvalidRequestError("job_id must be 1 to 128 of A-Z a-z 0-9 . _ : -", field="job_id")
+        raise InvalidRequestError(f"job_id {_ID_RULE}", field="job_id")
     return job_id
 
 
@@ -131,7 +135,7 @@ class RequestReader:
             )
         sla_class = choose_class(spec.sla_class, tenant, self._classes)
         labels = _labels(spec)
-        # Cheap checks come before tokenizing.
+        # Cheap checks come first: tokenizing and parsing a grammar may take seconds.
         limit = time_limit(spec)
         sampling = _sampling(spec.sampling, self._limits.default_max_tokens)
         self._check_sampled_ids(sampling)
@@ -139,9 +143,11 @@ class RequestReader:
         sampling = self._check_choices(sampling, given=spec.sampling.HasField("max_tokens"))
         prompt = self._prompt(spec, tenant)
         self._check_prompt_logprobs(sampling, len(prompt))
+        sampling = self._fit(sampling, len(prompt), given=spec.sampling.HasField("max_tokens"))
+        _check_structure(sampling)
         job = JobSpec(
             prompt_token_ids=prompt,
-            sampling=self._fit(sampling, len(prompt), given=spec.sampling.HasField("max_tokens")),
+            sampling=sampling,
             seed=spec.sampling.seed if spec.sampling.HasField("seed") else secrets.randbits(63),
             labels=labels,
             asked_class=spec.sla_class,
@@ -288,15 +294,26 @@ def _sampling(given: types_pb2.SamplingParams, default_max_tokens: int) -> Sampl
     for name in _OPTIONAL_SAMPLING:
         if given.HasField(name):
             values[name] = getattr(given, name)
-    try:
-        sampling = SamplingParams(
+    with _sampling_fields():
+        return SamplingParams(
             **values,
             ignore_eos=given.ignore_eos,
             logit_bias=dict(given.logit_bias),
             stop_token_ids=tuple(given.stop_token_ids),
             stop=tuple(given.stop),
         )
+
+
+def _check_structure(sampling: SamplingParams) -> None:
+    with _sampling_fields():
         check_structure(sampling)
+
+
+@contextlib.contextmanager
+def _sampling_fields() -> Iterator[None]:
+    """Name a field that is refused as the client knows it."""
+    try:
+        yield
     except InvalidRequestError as error:
         field = error.details.pop("field", "")
         raise InvalidRequestError(
@@ -305,7 +322,6 @@ def _sampling(given: types_pb2.SamplingParams, default_max_tokens: int) -> Sampl
             field=f"spec.sampling.{field}".rstrip("."),
             **error.details,
         ) from error
-    return sampling
 
 
 def _check_session(session_id: str, sampling: SamplingParams) -> None:
@@ -313,7 +329,7 @@ def _check_session(session_id: str, sampling: SamplingParams) -> None:
         return
     field = "spec.session_id"
     wrong = not _ID.fullmatch(session_id)
-    _refuse(wrong, "session_id must be 1 to 128 of A-Z a-z 0-9 . _ : -", field, "BAD_SESSION")
+    _refuse(wrong, f"session_id {_ID_RULE}", field, "BAD_SESSION")
     several = "session_id and n above 1 exclude each other: a conversation goes on after one answer"
     _refuse(sampling.n > 1, several, field, "BAD_SESSION")
     cached = "session_id and prompt_logprobs exclude each other: what a session keeps is not computed again"

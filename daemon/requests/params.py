@@ -19,6 +19,7 @@ MAX_LOGIT_BIAS: Final = 100.0
 MAX_LOGPROBS: Final = 20
 MAX_PROMPT_LOGPROBS: Final = 1 << 19  # Numbers of one prompt: they travel to the front in one frame.
 MAX_N: Final = 128
+MAX_CLIENT_ID_CHARS: Final = 128  # Of the ids that clients give to jobs and sessions.
 MAX_GRAMMAR_CHARS: Final = 1 << 16
 MAX_SCHEMA_DEPTH: Final = (
     100  # The compiler's time grows with the cube: 1,000 nested levels hold it for minutes.

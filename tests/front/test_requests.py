@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batond.daemon.errors import InvalidRequestError, RequestTooLargeError
+from batond.daemon.front import requests as module
 from batond.daemon.front.requests import Limits, RequestReader
-from batond.daemon.requests.params import MAX_PROMPT_LOGPROBS
+from batond.daemon.requests.params import MAX_CLIENT_ID_CHARS, MAX_PROMPT_LOGPROBS
 from batond.policies.classes import SlaClasses
 from batond.v1 import types_pb2
 
@@ -41,7 +42,7 @@ def spec(prompt_tokens: int = 2, session_id: str = "", **sampling: Any) -> types
     ("given", "field", "reason"),
     [
         (spec(session_id="a b"), "spec.session_id", "BAD_SESSION"),
-        (spec(session_id="x" * 129), "spec.session_id", "BAD_SESSION"),
+        (spec(session_id="x" * (MAX_CLIENT_ID_CHARS + 1)), "spec.session_id", "BAD_SESSION"),
         (spec(session_id="chat", n=2), "spec.session_id", "BAD_SESSION"),
         (spec(session_id="chat", prompt_logprobs=0), "spec.session_id", "BAD_SESSION"),
         (spec(n=5), "spec.sampling.n", "BAD_SAMPLING"),
@@ -62,6 +63,39 @@ def test_a_refusal_names_its_field(given: types_pb2.JobSpec, field: str, reason:
     with pytest.raises(InvalidRequestError) as caught:
         reader().read(given, tenant)
     assert (caught.value.details["field"], caught.value.reason) == (field, reason)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        spec(session_id="a b", regex="a+"),
+        spec(n=5, regex="a+"),
+        spec(logit_bias={1 << 30: 5.0}, regex="a+"),
+        spec(0, regex="a+"),
+        spec(1 << 21, regex="a+"),
+    ],
+    ids=["session", "n", "bias", "empty", "long"],
+)
+def test_a_grammar_is_parsed_last(
+    given: types_pb2.JobSpec, tenant: Tenant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q1: what is refused anyway costs no more than a look."""
+    parsed: list[Any] = []
+    monkeypatch.setattr(module, "check_structure", parsed.append)
+    with pytest.raises(InvalidRequestError):
+        reader().read(given, tenant)
+    assert parsed == []
+    reader().read(spec(regex="a+"), tenant)
+    assert len(parsed) == 1
+
+
+def test_ids_are_as_long_as_they_may_be(tenant: Tenant) -> None:
+    """Front and engine hold sessions to one limit; jobs have the same."""
+    longest = "x" * MAX_CLIENT_ID_CHARS
+    assert reader().read(spec(session_id=longest), tenant).spec.session_id == longest
+    assert module.check_job_id(longest) == longest
+    with pytest.raises(InvalidRequestError, match=str(MAX_CLIENT_ID_CHARS)):
+        module.check_job_id(longest + "x")
 
 
 def test_inline_prefill_has_no_prompt_logprobs(tenant: Tenant) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batond.daemon.errors import InvalidRequestError
-from batond.daemon.front.requests import _sampling
+from batond.daemon.front.requests import _check_structure, _sampling
 from batond.daemon.requests.params import SamplingParams
 from batond.daemon.requests.structure import FIELDS
 from batond.v1 import types_pb2
@@ -36,6 +36,13 @@ GIVEN: dict[str, Any] = {
 }
 
 
+def read(given: types_pb2.SamplingParams) -> SamplingParams:
+    """All that is checked of it."""
+    sampling = _sampling(given, 256)
+    _check_structure(sampling)
+    return sampling
+
+
 @pytest.mark.parametrize("field", GIVEN)
 def test_a_field_reaches_the_parameters(field: str) -> None:
     if field in FIELDS:
@@ -43,7 +50,7 @@ def test_a_field_reaches_the_parameters(field: str) -> None:
     value = GIVEN[field]
     given = types_pb2.SamplingParams(**{field: value})
     expected = {"max_tokens": 256, field: value}
-    assert _sampling(given, 256) == SamplingParams(**expected)
+    assert read(given) == SamplingParams(**expected)
 
 
 def test_every_field_of_the_contract_is_covered() -> None:
@@ -75,7 +82,7 @@ def test_every_field_of_the_contract_is_covered() -> None:
 def test_a_bad_value_is_refused_by_its_place(field: str, value: Any) -> None:
     """Q1."""
     with pytest.raises(InvalidRequestError) as caught:
-        _sampling(types_pb2.SamplingParams(**{field: value}), 256)
+        read(types_pb2.SamplingParams(**{field: value}))
     assert caught.value.details["field"] == f"spec.sampling.{field}"
     assert caught.value.reason == "BAD_SAMPLING"
 
@@ -97,7 +104,7 @@ def test_a_structure_that_no_engine_compiles_is_refused(field: str, value: str) 
     """Q1: when it is submitted, not when it runs."""
     pytest.importorskip("xgrammar", reason="the extra `structured` is not installed")
     with pytest.raises(InvalidRequestError) as caught:
-        _sampling(types_pb2.SamplingParams(**{field: value}), 256)
+        read(types_pb2.SamplingParams(**{field: value}))
     assert caught.value.details["field"] == f"spec.sampling.{field}"
     assert caught.value.reason == "BAD_SAMPLING"
     assert "/project/" not in caught.value.message
@@ -106,16 +113,16 @@ def test_a_structure_that_no_engine_compiles_is_refused(field: str, value: str) 
 def test_a_schema_as_deep_as_allowed_is_taken() -> None:
     pytest.importorskip("xgrammar", reason="the extra `structured` is not installed")
     schema = '{"items":' * 99 + "{}" + "}" * 99
-    assert _sampling(types_pb2.SamplingParams(json_schema=schema), 256).json_schema == schema
+    assert read(types_pb2.SamplingParams(json_schema=schema)).json_schema == schema
 
 
 def test_without_the_extra_every_structure_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(InvalidRequestError, match=r"batond\[structured\]") as caught:
-        _sampling(types_pb2.SamplingParams(regex="a"), 256)
+        read(types_pb2.SamplingParams(regex="a"))
     assert caught.value.reason == "NO_STRUCTURED_OUTPUT"
 
 
 def test_two_structures_at_once_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="only one of json_schema and regex"):
-        _sampling(types_pb2.SamplingParams(json_schema="{}", regex="a"), 256)
+        read(types_pb2.SamplingParams(json_schema="{}", regex="a"))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from batond.daemon.errors import InvalidRequestError
+from batond.daemon.requests.params import MAX_CLIENT_ID_CHARS
 from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TTL_S = 3600.0
 DEFAULT_SHARE = 4  # Idle sessions may take this part of the host pool: a quarter.
-MAX_SESSION_ID_CHARS = 256
 OWNER_MARK = "\0"  # Begins the names of sessions in the store; no query id has it.
 
 
@@ -68,11 +68,11 @@ def check_session_id(session_id: object) -> str:
     Raises:
         InvalidRequestError: It is no text, empty, or too long.
     """
-    if not isinstance(session_id, str) or not 0 < len(session_id) <= MAX_SESSION_ID_CHARS:
+    if not isinstance(session_id, str) or not 0 < len(session_id) <= MAX_CLIENT_ID_CHARS:
         raise InvalidRequestError(
-            f"session_id must be a text of 1 to {MAX_SESSION_ID_CHARS} characters",
+            f"session_id must be a text of 1 to {MAX_CLIENT_ID_CHARS} characters",
             field="session_id",
-            limit=MAX_SESSION_ID_CHARS,
+            limit=MAX_CLIENT_ID_CHARS,
         )
     return session_id
 

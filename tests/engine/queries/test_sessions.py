@@ -19,6 +19,7 @@ from batond.daemon.engine.model.layout import RecordLayout, Slot
 from batond.daemon.engine.process import EngineProcess
 from batond.daemon.engine.queries.sessions import SessionKey, Sessions, reusable_tokens
 from batond.daemon.errors import ConfigError, InvalidRequestError
+from batond.daemon.requests.params import MAX_CLIENT_ID_CHARS
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.messages import Finished, QueryState, Submit
 from batond.offload.copies import InlineCopier
@@ -513,7 +514,7 @@ def test_a_model_whose_slices_can_not_be_extended_exactly_keeps_none(
 
 def test_what_names_no_session_is_refused(llama: Any, make_engine: MakeEngine) -> None:
     engine = make_engine(llama)
-    bad: list[Any] = ["", "x" * 257, 5, b"chat"]
+    bad: list[Any] = ["", "x" * (MAX_CLIENT_ID_CHARS + 1), 5, b"chat"]
     for session_id in bad:
         with pytest.raises(InvalidRequestError, match="session_id") as caught:
             engine.submit(opening(4), ANSWER, session_id=session_id)
@@ -524,7 +525,7 @@ def test_what_names_no_session_is_refused(llama: Any, make_engine: MakeEngine) -
     with pytest.raises(InvalidRequestError, match="NUL"):
         engine.submit(opening(4), ANSWER, query_id="\0session 1")
     assert not engine.queries
-    turn(engine, opening(4), "x" * 256)
+    turn(engine, opening(4), "x" * MAX_CLIENT_ID_CHARS)
     wrong: list[dict[str, Any]] = [{"session_bytes": -1}, {"session_bytes": 1.5}, {"session_ttl_s": 0}]
     for arguments in wrong:
         with pytest.raises(ConfigError):
