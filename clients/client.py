@@ -145,15 +145,12 @@ class Client:
             choice_from_token_indexes: First token wanted of single choices.
             timeout_s: Longest time of the whole stream; None is no bound.
         """
-        # Refuses a wrong argument here and not at the first event.
-        build.watch(job_id, from_token_index, choice_from_token_indexes)
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        follow = Follow(
+        follow = Follow.watching(
             job_id,
             self._retry,
             from_token_index=from_token_index,
             choice_from_token_indexes=choice_from_token_indexes,
-            end_s=end_s,
+            timeout_s=timeout_s,
         )
         return JobStream(follow, self._start, self.cancel)
 

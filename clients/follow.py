@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Self
 
 from batond.clients import build
 from batond.clients.cursor import StreamCursor
@@ -50,6 +51,30 @@ class Follow:
         # A daemon that isn't there is told soon; one that is lost in the middle is waited for.
         self._backoff = Backoff(retry.attempts, retry)
         self._attached = False  # Whether the end of the present call ends the job.
+
+    @classmethod
+    def watching(
+        cls,
+        job_id: str,
+        retry: RetryPolicy,
+        *,
+        from_token_index: int,
+        choice_from_token_indexes: Mapping[int, int] | None,
+        timeout_s: float | None,
+    ) -> Self:
+        """Follows a job from a token on.
+
+        Raises:
+            InvalidRequestError: An argument can't be sent: said here, not at the first event.
+        """
+        build.watch(job_id, from_token_index, choice_from_token_indexes)
+        return cls(
+            job_id,
+            retry,
+            from_token_index=from_token_index,
+            choice_from_token_indexes=choice_from_token_indexes,
+            end_s=None if timeout_s is None else time.monotonic() + timeout_s,
+        )
 
     def next_request(self) -> Request:
         """Says what opens the next stream."""

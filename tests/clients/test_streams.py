@@ -49,9 +49,9 @@ def test_a_stream_brings_everything(daemon: Any, client: Any, chunks: list[tuple
         events = list(stream)
     check_whole(events, chunks)
     assert events[0] == Queued("j", 1, "standard")
-    assert events[1] == Started(1.0)
+    assert events[1] == Started(1.0, "row_free")
     assert Preempted("row", kept=True) in events
-    assert Resumed() in events
+    assert Resumed(reason="from_the_future") in events
     assert events[-1].job.finish_reason is FinishReason.LENGTH
     assert stream.next_token_index == 7
     assert daemon.names() == ["GenerateStream"]
