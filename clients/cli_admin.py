@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,7 +14,7 @@ from batond.clients.cli_input import JsonOption, open_client
 from batond.clients.tenants import TenantLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from batond.clients.tenants import TenantInfo, TenantToken
 
@@ -67,18 +68,7 @@ def add(
     as_json: JsonOption = False,
 ) -> None:
     """Add a tenant and print its token, which is not shown again."""
-    limits = TenantLimits(
-        weight=weight,
-        sla_classes=tuple(sla_class or ()),
-        highest_class=highest_class,
-        default_class=default_class,
-        lower_class=lower_class,
-        max_queued=max_queued,
-        max_running=max_running,
-        tokens_per_minute=tokens_per_minute,
-        longest_prompt_tokens=longest_prompt_tokens,
-        admin=admin,
-    )
+    limits = _limits(locals())
     with open_client(ctx) as client:
         made = client.create_tenant(name, limits, certificate_subject=certificate_subject)
     _show_token(made, as_json=as_json)
@@ -102,18 +92,7 @@ def set_limits(
     as_json: JsonOption = False,
 ) -> None:
     """Replace all limits of a tenant that was added; what is left out goes back to its default."""
-    limits = TenantLimits(
-        weight=weight,
-        sla_classes=tuple(sla_class or ()),
-        highest_class=highest_class,
-        default_class=default_class,
-        lower_class=lower_class,
-        max_queued=max_queued,
-        max_running=max_running,
-        tokens_per_minute=tokens_per_minute,
-        longest_prompt_tokens=longest_prompt_tokens,
-        admin=admin,
-    )
+    limits = _limits(locals())
     with open_client(ctx) as client:
         _show([client.update_tenant(name, limits)], as_json=as_json)
 
@@ -174,6 +153,12 @@ def set_policy(
     with open_client(ctx) as client:
         before = client.set_policy(policy)
     typer.echo(f"{policy} (was {before})")
+
+
+def _limits(options: Mapping[str, Any]) -> TenantLimits:
+    """Gathers the limits among a command's options, which are named as the fields."""
+    given = {one.name: options[one.name] for one in fields(TenantLimits) if one.name in options}
+    return TenantLimits(sla_classes=tuple(options["sla_class"] or ()), **given)
 
 
 def _show_token(made: TenantToken, *, as_json: bool) -> None:
