@@ -85,6 +85,18 @@ def test_one_class_is_left_alone_with_its_arrivals(trace: Path) -> None:
     assert alone["arriving_s"] == pytest.approx(both["arriving_s"], rel=0.1)
 
 
+def test_quotas_and_limits_count_who_is_refused_and_late(trace: Path) -> None:
+    same = [trace, "--policy", "fcfs", "--costs", "cpu", "--rows", 2, "--load", 3, "--json"]
+    limits = ["--max-queued", "t0=1", "--longest-queue", "batch=2", "--time-limit", "interactive=4"]
+    free, tight = (json.loads(simulate(*same, *more))["policies"][0] for more in ([], limits))
+    assert free["late"] == free["refused"] == 0
+    assert tight["late"] > 0
+    assert tight["refused"] > 0
+    whole = [group for group in tight["groups"] if not group["tenant"]]
+    assert sum(group["requests"] + group["late"] + group["refused"] for group in whole) == 60
+    assert all(group["refused"] == 0 for group in tight["groups"] if group["tenant"] not in {"", "t0"})
+
+
 def test_a_plot_is_drawn(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.svg"
