@@ -148,10 +148,9 @@ class Fair:
     def _account(self, query: QueryView) -> _Account:
         order = query.class_order
         tenants = self._accounts.get(order)
-        if tenants is None:
-            tenants = self._accounts[order] = {}
-        account = tenants.get(query.tenant)
+        account = tenants.get(query.tenant) if tenants else None
         if account is None:
+            tenants = self._accounts.setdefault(order, {})
             floor = self._floor(order)
             account = tenants[query.tenant] = _Account(given=floor, end=floor)
         return account

@@ -1,7 +1,7 @@
 """Every live query as the planner last saw it, kept in order from step to step.
 
     lanes   WAITING, by (class, what it needs, the policy's line)   order kept, the head ranked in a step
-            begun, parked, or without a line, by (class, kind)      ranks renewed, RENEWED_A_STEP a step
+            begun, parked, or without a line, by (class, kind)      ranks renewed, all or in turn
     ──> merged by rank: the most urgent first
 
 A change costs a binary search; a plan costs what it looks at.
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from batond.daemon.scheduler.rows import ViewOf
     from batond.policies.base import Policy, QueryView
 
-#: Parked and begun queries, and those of policies that keep no lines, that are ranked anew in a step. Up to
-#: so many the order is exact in every step; of n, a rank is at most n / RENEWED_A_STEP steps old.
-RENEWED_A_STEP: Final = 64
+#: Up to so many parked and begun queries, and queries of policies that keep no lines, are all ranked anew in
+#: each step: their order is exact.
+EXACT_UP_TO: Final = 64
+#: Where there are more, so many are, in turn: of n, a rank is at most n / RENEWED_A_STEP steps old.
+RENEWED_A_STEP: Final = 16
 #: Most lines of a policy that are kept apart, for the head of each is ranked in each step. Queries of further
 #: ones are treated like those of a policy that keeps none.
 MOST_LINES: Final = 64
@@ -158,7 +160,8 @@ class Line:
         """Put everything in its place; ranks are those of `now_s` until the next call."""
         self._keys.clear()
         self._now_s = now_s
-        turns = list(islice(self._rota.items(), RENEWED_A_STEP))
+        count = EXACT_UP_TO if len(self._rota) <= EXACT_UP_TO else RENEWED_A_STEP
+        turns = list(islice(self._rota.items(), count))
         pending: list[QueryView] = []
         parked: list[QueryView] = []
         for query in self._pending.values():
@@ -175,9 +178,10 @@ class Line:
         for seq, lane in turns:
             if lane.parked:
                 lane.put(seq, self._parked_key(self._claims[seq]))
-        for seq, lane in turns:
-            del self._rota[seq]
-            self._rota[seq] = lane
+        if len(turns) < len(self._rota):
+            for seq, lane in turns:
+                del self._rota[seq]
+                self._rota[seq] = lane
 
     def lanes(self, kinds: Collection[Kind] | None = None) -> list[Lane]:
         """The lanes of all claims, or of those kinds."""
@@ -200,7 +204,7 @@ class Line:
     # -- inside
 
     def _use(self, policy: Policy) -> None:
-        self._policy = policy
+        self._policy, self._rank = policy, policy.rank
         self._line_of: Callable[[QueryView], object] | None = (
             policy.line_of if isinstance(policy, KeepsLines) else None
         )
@@ -252,18 +256,19 @@ class Line:
         return self._keys.get(seq) or self._line_key(seq, self._claims[seq])
 
     def _line_key(self, seq: int, query: QueryView) -> SortKey:
-        key = self._keys[seq] = self._fresh_key(query)
+        rank = self._rank(query, self._now_s)
+        key = self._keys[seq] = (rank[0], 1, 0, rank, seq)
         return key
 
     def _fresh_key(self, query: QueryView) -> SortKey:
-        rank = self._policy.rank(query, self._now_s)
+        rank = self._rank(query, self._now_s)
         return (rank[0], 1, 0, rank, query.seq)
 
     def _parked_key(self, query: QueryView) -> SortKey:
         # A parked query takes over the level of the most urgent fresh query of its class where that is the
         # better one: otherwise a fresh query that was submitted earlier, and aged for longer, would overtake
         # it (rule 3 of the design, behaviour S3).
-        level, best = self._policy.rank(query, self._now_s)[0], self._best.get(query.class_order)
+        level, best = self._rank(query, self._now_s)[0], self._best.get(query.class_order)
         return (level if best is None or level < best else best, 0, query.park_seq, (), query.seq)
 
     def _best_levels(self) -> dict[int, float]:

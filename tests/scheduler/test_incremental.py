@@ -13,7 +13,7 @@ import pytest
 from batond.daemon.scheduler.claims import in_parked_line
 from batond.daemon.scheduler.draft import MAX_BLOCKED, Draft
 from batond.daemon.scheduler.lanes import Walk
-from batond.daemon.scheduler.line import MOST_LINES, RENEWED_A_STEP, Line
+from batond.daemon.scheduler.line import EXACT_UP_TO, MOST_LINES, RENEWED_A_STEP, Line
 from batond.daemon.scheduler.plan import BatchView, Plan
 from batond.daemon.scheduler.planner import Planner, PlannerLimits
 from batond.policies.base import Phase, Policy, QueryView
@@ -141,7 +141,7 @@ def test_order_after_any_history_is_the_plain_order(name: str, *, lines: bool) -
                 line.settle(now_s)
                 claims = [q for q in live.values() if q.phase is not Phase.RUNNING and not q.held]
                 assert [query.query_id for query in Walk(line)] == plain_order(claims, policy, now_s)
-                assert len(claims) <= RENEWED_A_STEP
+                assert len(claims) <= EXACT_UP_TO
 
 
 class Twin(Planner):
@@ -312,11 +312,11 @@ def test_a_policy_without_lines_is_renewed_in_turn(views: Views) -> None:
     """Every rank is at most n / RENEWED_A_STEP steps old."""
     policy = Plain(Priority(ageing_s=10.0))
     old = views.waiting("batch", arrival_s=0.0)
-    young = [views.waiting("standard", arrival_s=95.0) for _ in range(3 * RENEWED_A_STEP)]
+    young = [views.waiting("standard", arrival_s=95.0) for _ in range(3 * EXACT_UP_TO)]
     line = Line.of((*young, old), policy)
     line.settle(0.0)
     first = [next(iter(Walk(line))).query_id]
-    for step in range(4):
+    for step in range(len(young) // RENEWED_A_STEP + 1):
         line.settle(100.0 + step / 1e3)
         first.append(next(iter(Walk(line))).query_id)
     assert first[0] == young[0].query_id
