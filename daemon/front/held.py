@@ -1,4 +1,7 @@
-"""A job this daemon holds, and how one step's events become one commit."""
+"""A job this daemon holds, and how one step's events become one commit.
+
+Some lines above 400: what a job knows, and the only place that changes it, are read together.
+"""
 
 from __future__ import annotations
 
