@@ -318,7 +318,8 @@ class Draft:
         if query.to_prefill_tokens == 0:
             return True
         tokens, nbytes = self._next_chunk(query)
-        if tokens == 0:
+        # What a row limit takes from running queries can be written to in the next step.
+        if tokens == 0 or nbytes > self._chunk_room_bytes:
             return False
         self._add_chunk(query, tokens, nbytes)
         return tokens == query.to_prefill_tokens

@@ -81,6 +81,15 @@ def test_lowered_row_limit_holds_here_too(plan: Planning, views: Views) -> None:
     assert len(plan(1, views.running(), views.running(), gate=Gate.BATCH).park) == 1
 
 
+def test_bytes_of_a_row_above_the_limit_are_written_to_in_the_next_step(plan: Planning, views: Views) -> None:
+    """S4: chunks run before rows are taken, and what a victim has written is still there."""
+    running = [views.running("interactive", prompt=8, since=40, reserved_bytes=60) for _ in range(2)]
+    short, long = (views.waiting(prompt=prompt, max_tokens=1) for prompt in (23, 24))
+    assert plan(1, *running, short, kv_free_bytes=0, gate=Gate.BATCH).chunks
+    result = plan(1, *running, long, kv_free_bytes=0, gate=Gate.BATCH)
+    assert (len(result.park), result.chunks) == (1, ())
+
+
 def test_batches_run_to_completion(fake_engine: type[FakeEngine]) -> None:
     engine = fake_engine(Priority(), rows=4, gate=Gate.BATCH, chunk_tokens=16)
     lengths = [3 + (number * 29) % 40 for number in range(22)]
