@@ -414,7 +414,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert (None if floor is None else float(floor)) == shares.floor
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.slow)])
 def test_the_queue_behaves_like_its_model(server: EmbeddedRedis, examples: int) -> None:
     """D6, D7, Q2, S10: no order of calls loses a job, runs it twice, changes an end, or miscounts a share."""
     QueueMachine.url = server.url
