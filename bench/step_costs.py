@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from batond.clients import AsyncClient
 
 DECODED_TOKENS = 24  # Of each job whose steps are timed.
+SHORT_TOKENS = 8  # A short prompt.
 ROUNDS = 3
 
 
@@ -113,10 +114,10 @@ async def measure(
         kv_token_bytes: As the daemon says.
         on_done: Told after each of `measurements(rows)`.
     """
-    await prober.times_s(8, DECODED_TOKENS)  # Warms up.
+    await prober.times_s(SHORT_TOKENS, DECODED_TOKENS)  # Warms up.
     decoded: list[tuple[int, int, float]] = []
     for count in _row_counts(rows):
-        for length in (8, longest_tokens):
+        for length in (SHORT_TOKENS, longest_tokens):
             cached = count * (length + DECODED_TOKENS)
             decoded.append((count, cached, await prober.decode_s(count, length)))
             on_done()

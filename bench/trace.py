@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from batond.daemon.simulator.trace import Request
 
 HOST_POOL_BYTES = 1 << 29
+MOST_DRIFT = 0.15  # Of step times during the runs; beyond, figures say more of the machine than of policies.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,7 @@ class Result:
         requests: As replayed.
         reports: Of each policy: the daemon, then the simulator.
         alone: The most urgent class with nothing else on the machine, under the first policy: both again.
+        drift: By run: how long a step of a full batch took after it, over the fit.
         lateness_s: How late the clients sent at worst.
     """
 
@@ -93,6 +95,7 @@ class Result:
     requests: list[Request]
     reports: list[Report]
     alone: tuple[Report, Report]
+    drift: dict[str, float]
     lateness_s: float
 
 
@@ -152,7 +155,8 @@ async def _run(
     clients = {name: daemon.async_client(name) for name in (*tenants, OPERATOR)}
     try:
         with Progress(*columns, console=console, transient=True) as progress:
-            fit = await _measure(options, clients[tenants[0]], info, requests, progress)
+            prober = step_costs.Prober(clients[tenants[0]], info.vocab_size, random.Random(options.seed))  # noqa: S311 - prompts
+            fit = await _measure(options, prober, info, requests, progress)
             setup = Setup(
                 costs=fit.costs,
                 rows=options.rows,
@@ -162,7 +166,7 @@ async def _run(
                 seed=options.seed,
             )
             scaled = at_load(requests, saturated_s(setup, requests), options.load)
-            replays = _Replays(clients, setup, info.vocab_size, progress)
+            replays = _Replays(clients, setup, prober, info.vocab_size, progress)
             urgent = next(
                 name for name in setup.classes.names if any(one.sla_class == name for one in scaled)
             )
@@ -171,15 +175,19 @@ async def _run(
     finally:
         for client in clients.values():
             await client.close()
-    return Result(info, fit, scaled, reports, alone, replays.lateness_s)
+    return Result(info, fit, scaled, reports, alone, replays.drift, replays.lateness_s)
 
 
 async def _measure(
-    options: Options, client: AsyncClient, info: ServerInfo, requests: Sequence[Request], progress: Progress
+    options: Options,
+    prober: step_costs.Prober,
+    info: ServerInfo,
+    requests: Sequence[Request],
+    progress: Progress,
 ) -> step_costs.Fit:
     task = progress.add_task("step times", total=step_costs.measurements(options.rows))
     return await step_costs.measure(
-        step_costs.Prober(client, info.vocab_size, random.Random(options.seed)),  # noqa: S311 - prompts
+        prober,
         rows=options.rows,
         chunk_tokens=options.chunk_tokens,
         longest_tokens=max(one.prompt_tokens for one in requests),
@@ -192,10 +200,16 @@ class _Replays:
     """Replays on the daemon and in the simulator."""
 
     def __init__(
-        self, clients: Mapping[str, AsyncClient], setup: Setup, vocab_size: int, progress: Progress
+        self,
+        clients: Mapping[str, AsyncClient],
+        setup: Setup,
+        prober: step_costs.Prober,
+        vocab_size: int,
+        progress: Progress,
     ) -> None:
         self._clients, self._setup, self._vocab_size = clients, setup, vocab_size
-        self._progress = progress
+        self._prober, self._progress = prober, progress
+        self.drift: dict[str, float] = {}
         self.lateness_s = 0.0
 
     async def both(self, policy: str, requests: Sequence[Request], about: str = "") -> tuple[Report, Report]:
@@ -206,6 +220,12 @@ class _Replays:
             self._clients, self._setup, requests, self._vocab_size, lambda: self._progress.advance(task)
         )
         self.lateness_s = max(self.lateness_s, replay.lateness_s(replayed))
+        rows = self._setup.rows
+        step_s = await self._prober.decode_s(rows, step_costs.SHORT_TOKENS)
+        fitted_s = self._setup.costs.decode_s(
+            rows, rows * (step_costs.SHORT_TOKENS + step_costs.DECODED_TOKENS)
+        )
+        self.drift[f"{policy}{about}"] = step_s / fitted_s
         real = report(replay.outcome(f"{policy}{about}, daemon", self._setup, replayed))
         predicted = report(World(self._setup, policy, requests).run())
         return real, replace(predicted, policy=f"{policy}{about}, simulated")
@@ -226,6 +246,10 @@ def show(console: Console, options: Options, result: Result) -> None:
         f"{len(result.requests)} requests in {result.requests[-1].arrival_s:.0f} s, {options.load:g} of"
         f" capacity, lengths / {options.shrink:g}; sent {result.lateness_s * 1e3:.0f} ms late at worst"
     )
+    drift = ", ".join(f"{name} {factor:.2f}" for name, factor in result.drift.items())
+    console.print(f"steps after each run, over those measured before: {drift}")
+    if max(abs(factor - 1) for factor in result.drift.values()) > MOST_DRIFT + result.fit.error:
+        console.print("[bold]the machine did not keep its speed: compare nothing below[/bold]")
     print_tables(console, result.reports)
     for line in summary(result):
         console.print(line)
@@ -264,6 +288,7 @@ def write(path: Path, options: Options, result: Result) -> None:
             costs=costs,
             overhead_s=result.fit.overhead_s,
             fit_error=result.fit.error,
+            drift=result.drift,
             lateness_s=result.lateness_s,
             arriving_s=result.requests[-1].arrival_s,
         ),

@@ -96,6 +96,7 @@ def test_a_trace_is_replayed_beside_its_prediction(trace: Path, tiny_folder: Pat
         assert real["rows_taken"] is None
         assert 0 < predicted["rows_taken"] <= 1
         assert 0 < real["groups"][0]["ttft_s"]["p50"] <= real["groups"][0]["ttft_s"]["p99"]
+    assert set(figures["drift"]) == {"priority alone", "priority", "fcfs"}
     assert StepCosts(**figures["costs"]).step_s > 0
 
 
