@@ -185,6 +185,7 @@ class LocalEngine:
                 most_bytes=session_bytes if self.keeps_sessions else 0,
                 ttl_s=session_ttl_s,
             ),
+            counters,
             chunkable=serving.chunkable,
         )
         self.planner = Planner(_as_policy(policy), limits or PlannerLimits())
@@ -471,13 +472,17 @@ class LocalEngine:
     # -- one step -------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Plan, prefill, park, place, decode; returns whether anything moved."""
+        """Plan, prefill, park, place, decode; returns whether anything moved.
+
+        The copy for the likely next resume is begun before the decode, which on a GPU it runs beside.
+        """
         self.counters["steps"] += 1
         self.residency.store.collect()
         plan = self._plan()
         self._prompts.run(plan.chunks)
         self._take_rows(plan.park)
         self._give_rows((*plan.resume, *plan.admit), plan.reasons)
+        self._load_ahead(plan.prefetch)
         decoded = self._decode.run()
         return self._note_progress(plan, moved=decoded or not plan.empty)
 
@@ -501,7 +506,7 @@ class LocalEngine:
         return plan
 
     def _note_reasons(self, plan: Plan) -> None:
-        """Count why queries got rows or nothing; prefetch is a hint that needs a copy beside the batch."""
+        """Count why queries got rows or nothing."""
         self.counters.update(f"blocked_{reason}" for reason in plan.blocked.values())
         self.counters.update(f"rows_{reason}" for reason in plan.reasons.values() if reason != "row_soon")
         self.counters["prefetch_hints"] += len(plan.prefetch)
@@ -528,6 +533,12 @@ class LocalEngine:
             query = self.queries.get(query_id)
             if query is not None and (self._inline or not query.to_prefill_tokens):
                 self._life.place(query, reasons[query_id])
+
+    def _load_ahead(self, query_ids: Sequence[str]) -> None:
+        """Begin to bring back the first query for which a row is about to come free."""
+        query = self.queries.get(query_ids[0]) if query_ids else None
+        parked = query is not None and query.state is QueryState.PARKED
+        self.residency.load_ahead(query if parked else None)
 
     def _note_progress(self, plan: Plan, *, moved: bool) -> bool:
         """A batch that can't move although somebody could is a defect: say so instead of spinning."""

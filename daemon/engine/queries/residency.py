@@ -11,6 +11,7 @@ discarded after the embed.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,11 +21,13 @@ from batond.daemon.scheduler.plan import ParkMode
 from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable
 
     from batond.daemon.engine.batch.protocol import Batch
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.engine.queries.sessions import Sessions
+    from batond.offload.entries import LoadTicket
     from batond.offload.slice import KVSlice
     from batond.offload.store import ParkedStore
 
@@ -37,6 +40,7 @@ class Residency:
         new_prefill_batch: Makes an empty batch of one row.
         store: Parked slices.
         sessions: Slices of finished turns, which give way to parked ones.
+        counters: Counts copies begun ahead, and those that were wanted.
         chunkable: Prompts may be computed in parts.
 
     Attributes:
@@ -49,10 +53,13 @@ class Residency:
         new_prefill_batch: Callable[[], PromptBatch],
         store: ParkedStore,
         sessions: Sessions,
+        counters: Counter[str],
         *,
         chunkable: bool = True,
     ) -> None:
         self._chunkable = chunkable
+        self._counters = counters
+        self._ahead: LoadTicket | None = None
         self.batch = batch
         self.store = store
         self.sessions = sessions
@@ -78,6 +85,25 @@ class Residency:
             if parked is not None:
                 self._discard(query)
         return query.prefill
+
+    def load_ahead(self, query: Query | None) -> None:
+        """Begin to bring back the slice of a query that is likely to get the next row, beside the decode.
+
+        One at a time: what was begun for another is given up, and its host copy stays. Without room on the
+        device nothing is begun; what is wrong with the copy is found when the row is there.
+
+        Args:
+            query: Parked, with a copy on the host; None is nobody.
+        """
+        ahead = self._ahead
+        if ahead is not None and (query is None or ahead.owner_id != query.query_id):
+            self._ahead = None
+            self.store.abort(ahead)
+        if query is None or self._ahead is not None or not query.on_host_tokens:
+            return
+        with contextlib.suppress(torch.OutOfMemoryError, CopyFailedError):
+            self._ahead = self.store.begin_load(query.query_id, self.batch.device)
+            self._counters["loads_ahead"] += 1
 
     def expect_session(self, query: Query) -> None:
         """Find out what its session would spare a query, where that may have changed."""
@@ -139,14 +165,15 @@ class Residency:
         """Forget everything of a query that has ended."""
         self._leave_device(query)
         query.session_slice, query.session_tokens = None, 0
-        self.store.forget(query.query_id)
-        query.on_host_tokens = 0
+        self._forget(query)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where owners, rows and pool contradict each other."""
         self.batch.check_integrity()
         self.store.check_integrity()
         self.sessions.check_integrity()
+        if self._ahead is not None and not self.store.parked_bytes(self._ahead.owner_id):
+            raise AssertionError(f"a copy of {self._ahead.owner_id} was begun, and nothing is parked")
         for row, owner in enumerate(self.by_row):
             if (owner is not None) != bool(self.batch.lengths[row]):
                 raise AssertionError(f"row {row}: owner {owner}, {self.batch.lengths[row]} tokens")
@@ -180,14 +207,19 @@ class Residency:
 
     def _load(self, query: Query) -> KVSlice | None:
         """Bring the parked copy back; a damaged one is dropped and must be computed again."""
-        digest = self.batch.layout.digest
+        ahead, self._ahead = self._ahead, None
         try:
+            if ahead is not None and ahead.owner_id == query.query_id:
+                self._counters["loads_ahead_used"] += 1
+                return self.store.finish_load(ahead)
+            if ahead is not None:
+                self.store.abort(ahead)
+            digest = self.batch.layout.digest
             return self.store.finish_load(
                 self.store.begin_load(query.query_id, self.batch.device, layout_hash=digest)
             )
         except (SliceCorruptError, CopyFailedError):
-            self.store.forget(query.query_id)
-            query.on_host_tokens = 0
+            self._forget(query)
             return None
 
     def _load_session(self, query: Query) -> KVSlice | None:
@@ -199,6 +231,13 @@ class Residency:
         if kv is not None:
             query.cached_prompt_tokens = max(query.cached_prompt_tokens, kv.n_tokens)
         return kv
+
+    def _forget(self, query: Query) -> None:
+        """Drop the host copy, whatever happens to it."""
+        if self._ahead is not None and self._ahead.owner_id == query.query_id:
+            self._ahead = None  # The store lets go of its copy.
+        self.store.forget(query.query_id)
+        query.on_host_tokens = 0
 
     def _discard(self, query: Query) -> None:
         self.store.discard(query.query_id)
