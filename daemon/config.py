@@ -206,7 +206,8 @@ class EngineConfig(Section):
         rows: Rows of the batch.
         batch: `auto`, `padded` or `ring`.
         prefill: `decoupled` or `inline`.
-        chunk_tokens: Prompt tokens computed between two decode steps; 0 is no bound.
+        chunk_tokens: Prompt tokens computed between two decode steps; 0 is no bound, `auto` follows the
+            inter-token target of the most urgent class that runs.
         max_query_tokens: Limit on prompt + output of a query; 0 takes the model's own.
         host_pool_bytes: Host RAM for parked KV: bytes, a size such as `4GiB`, or `auto`.
         session_bytes: Part of it that kept KV of chat sessions may take; `auto` is a quarter, 0 keeps none.
@@ -223,7 +224,7 @@ class EngineConfig(Section):
     rows: int = Field(default=8, ge=1, le=4096)
     batch: Literal["auto", "padded", "ring"] = "auto"
     prefill: Literal["decoupled", "inline"] = "decoupled"
-    chunk_tokens: int = Field(default=256, ge=0)
+    chunk_tokens: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     max_query_tokens: int = Field(default=0, ge=0)
     host_pool_bytes: Literal["auto"] | ByteSize = "auto"
     session_bytes: Literal["auto"] | ByteSize = "auto"

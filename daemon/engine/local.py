@@ -15,7 +15,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from batond.daemon.engine.batch.prefill import LOGITS_TOKENS
 from batond.daemon.engine.model.causal import CausalModel, load_model
@@ -42,6 +42,7 @@ from batond.daemon.errors import (
     StateError,
 )
 from batond.daemon.requests.params import SamplingParams
+from batond.daemon.scheduler.chunks import ChunkBudget
 from batond.daemon.scheduler.guard import PolicyGuard
 from batond.daemon.scheduler.plan import BatchView, Gate, ParkMode
 from batond.daemon.scheduler.planner import Planner, PlannerLimits
@@ -84,7 +85,8 @@ class LocalEngine:
         host_pool_bytes: Host RAM for parked queries.
         prefill: "decoupled" (vector embedding) or "inline" (vector shaping).
         gate: When rows are given out; `Gate.BATCH` is run-to-completion, for comparison.
-        chunk_tokens: Most prompt tokens computed between two decode steps; None is no bound.
+        chunk_tokens: Most prompt tokens computed between two decode steps; None is no bound. "auto" follows
+            the inter-token target of the most urgent class that has a row, see `ChunkBudget`.
         ready_limit: Prefilled queries kept ahead of free rows.
         max_query_tokens: Most prompt + output tokens of a query; None takes the model's context.
         kv_budget_bytes: Bytes of KV the batch may hold; None is no bound.
@@ -125,7 +127,7 @@ class LocalEngine:
         *,
         prefill: str = "decoupled",
         gate: Gate = Gate.ITERATION,
-        chunk_tokens: int | None = DEFAULT_CHUNK_TOKENS,
+        chunk_tokens: int | Literal["auto"] | None = DEFAULT_CHUNK_TOKENS,
         ready_limit: int = 1,
         max_query_tokens: int | None = None,
         kv_budget_bytes: int | None = None,
@@ -166,7 +168,7 @@ class LocalEngine:
             one_at_a_time=one_at_a_time,
             deterministic=deterministic,
             inline=self._inline,
-            pack_tokens=chunk_tokens,
+            pack_tokens=None if chunk_tokens == "auto" else chunk_tokens,
             sessions=session_bytes > 0,
         )
         self._note_serving(serving, max_query_tokens, chunk_tokens)
@@ -213,7 +215,9 @@ class LocalEngine:
         )
         self._arrivals, self._stalled_steps = itertools.count(1), 0
 
-    def _note_serving(self, serving: Serving, max_query_tokens: int | None, chunk_tokens: int | None) -> None:
+    def _note_serving(
+        self, serving: Serving, max_query_tokens: int | None, chunk_tokens: int | Literal["auto"] | None
+    ) -> None:
         """Keep what was found out about the model, and the limits that follow from it."""
         self.rows = serving.batch.rows
         self.batch_kind, self.batch_reason = serving.batch.kind, serving.reason
@@ -222,9 +226,12 @@ class LocalEngine:
         limits = (max_query_tokens, self.model.max_context_tokens, serving.capacity)
         self.max_query_tokens = min(limit for limit in limits if limit is not None)
         self._replays_by_step = serving.replay_by_step and not self._inline
-        self._chunk_tokens = None if self._inline or not self.chunkable else chunk_tokens
+        most_tokens = None if chunk_tokens == "auto" or self._inline or not self.chunkable else chunk_tokens
         if self.deterministic and self.chunkable:  # Chunks with wanted logits are cut no finer than others.
-            self._chunk_tokens = min(chunk_tokens or LOGITS_TOKENS, LOGITS_TOKENS)
+            most_tokens = min(most_tokens or LOGITS_TOKENS, LOGITS_TOKENS)
+        self._chunk_tokens = most_tokens
+        follows = chunk_tokens == "auto" and self.chunkable and not (self._inline or self.deterministic)
+        self._chunk_budget = ChunkBudget() if follows else None
 
     # -- what callers do ------------------------------------------------------------------------------
 
@@ -477,6 +484,7 @@ class LocalEngine:
         The copy for the likely next resume is begun before the decode, which on a GPU it runs beside.
         """
         self.counters["steps"] += 1
+        began_s = time.perf_counter()
         self.residency.store.collect()
         plan = self._plan()
         self._prompts.run(plan.chunks)
@@ -484,6 +492,9 @@ class LocalEngine:
         self._give_rows((*plan.resume, *plan.admit), plan.reasons)
         self._load_ahead(plan.prefetch)
         decoded = self._decode.run()
+        if self._chunk_budget is not None and decoded and not (plan.park or plan.resume):
+            tokens = sum(chunk.tokens for chunk in plan.chunks)
+            self._chunk_budget.note(time.perf_counter() - began_s, tokens)
         return self._note_progress(plan, moved=decoded or not plan.empty)
 
     def _plan(self) -> Plan:
@@ -494,7 +505,7 @@ class LocalEngine:
             now_s=time.monotonic(),
             rows=self.rows,
             queries=(),
-            chunk_tokens=self._chunk_tokens,
+            chunk_tokens=self._step_tokens(),
             ready_limit=self._ready_limit,
             kv_free_bytes=free_bytes(line, self._kv_budget_bytes),
             host_free_bytes=self.residency.host_free_bytes,
@@ -504,6 +515,12 @@ class LocalEngine:
         plan = self._roster.plan(view)
         self._note_reasons(plan)
         return plan
+
+    def _step_tokens(self) -> int | None:
+        """Prompt tokens that the next step may compute; None is no bound."""
+        if self._chunk_budget is None:
+            return self._chunk_tokens
+        return self._chunk_budget.tokens(query.sla_class for _, query in self.residency.occupied)
 
     def _note_reasons(self, plan: Plan) -> None:
         """Count why queries got rows or nothing."""
@@ -572,7 +589,7 @@ def _check_arguments(
     *,
     rows: int,
     prefill: str,
-    chunk_tokens: int | None,
+    chunk_tokens: int | Literal["auto"] | None,
     host_pool_bytes: int,
     kv_budget_bytes: int | None,
     session_bytes: int | None,
@@ -589,7 +606,9 @@ def _check_arguments(
             raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}", field=name)
     if prefill not in {"decoupled", "inline"}:
         raise ConfigError(f'prefill must be "decoupled" or "inline", not {prefill!r}', prefill=prefill)
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens must be at least 1, not {chunk_tokens}", chunk_tokens=chunk_tokens)
+    if chunk_tokens not in {None, "auto"} and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
+        raise ConfigError(
+            f'chunk_tokens must be "auto" or at least 1, not {chunk_tokens!r}', chunk_tokens=chunk_tokens
+        )
     if not session_ttl_s > 0:
         raise ConfigError(f"session_ttl_s must be above 0, not {session_ttl_s}", field="session_ttl_s")

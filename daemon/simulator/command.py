@@ -52,7 +52,7 @@ Load = Annotated[float, typer.Option(help="Arrivals over capacity, such as 1.1; 
 Only = Annotated[str, typer.Option(help="Leave out all other classes, after the load was scaled with them.")]
 Daemons = Annotated[int, typer.Option(help="Equal daemons on one queue.")]
 Rows = Annotated[int, typer.Option(help="Rows of each batch.")]
-Chunk = Annotated[int, typer.Option(help="Prompt tokens between two decode steps.")]
+Chunk = Annotated[str, typer.Option(help="Prompt tokens between two decode steps: auto, or a number.")]
 Quantum = Annotated[int, typer.Option(help="Tokens before a row may be taken.")]
 Parks = Annotated[int, typer.Option(help="Parks after which a query stays.")]
 HostPool = Annotated[int, typer.Option(help="Host RAM for parked KV, each.")]
@@ -79,7 +79,7 @@ def simulate(  # noqa: PLR0917 - typer passes by name
     only: Only = "",
     daemons: Daemons = _DEFAULTS.daemons,
     rows: Rows = _DEFAULTS.rows,
-    chunk_tokens: Chunk = _DEFAULTS.chunk_tokens,
+    chunk_tokens: Chunk = "auto",
     quantum_tokens: Quantum = _LIMITS.quantum_tokens,
     max_parks: Parks = _LIMITS.max_parks,
     host_pool_bytes: HostPool = _DEFAULTS.host_pool_bytes,
@@ -99,7 +99,7 @@ def simulate(  # noqa: PLR0917 - typer passes by name
         costs=load_costs(costs, cost or ()),
         daemons=daemons,
         rows=rows,
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=_chunk_tokens(chunk_tokens),
         host_pool_bytes=host_pool_bytes,
         classes=classes_with(longest_queue),
         limits=PlannerLimits(quantum_tokens=quantum_tokens, max_parks=max_parks),
@@ -125,6 +125,16 @@ def simulate(  # noqa: PLR0917 - typer passes by name
         print_tables(console, reports)
     if plot_path is not None:
         plot(plot_path, outcomes)
+
+
+def _chunk_tokens(given: str) -> int:
+    if given == "auto":
+        return 0
+    if not given.isdecimal() or not int(given):
+        raise ConfigError(
+            f"chunk_tokens must be auto or a number from 1 on, not {given!r}", field="chunk_tokens"
+        )
+    return int(given)
 
 
 def policy_list(text: str) -> list[str]:

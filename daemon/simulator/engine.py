@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
+from batond.daemon.scheduler.chunks import ChunkBudget
 from batond.daemon.scheduler.line import Line
 from batond.daemon.scheduler.plan import BatchView, ParkMode
 from batond.daemon.scheduler.planner import Planner
@@ -167,6 +168,7 @@ class Engine:
         self._tracks = self._policy if isinstance(self._policy, TracksEnds) else None
         self._planner = Planner(self._policy, setup.limits)
         self._line = Line(self._policy)
+        self._chunk_budget = ChunkBudget()
         self._queries: dict[str, Query] = {}
         self._running: dict[str, Query] = {}
         self._park_seqs = count(1)
@@ -236,6 +238,8 @@ class Engine:
             raise RuntimeError(f"nobody can move at {now_s} s; blocked: {plan.blocked}")
         if self._setup.noise:
             cost_s *= 1 + self._dice.uniform(-self._setup.noise, self._setup.noise)
+        if self._running and not (plan.park or plan.resume):
+            self._chunk_budget.note(cost_s / steps, sum(chunk.tokens for chunk in plan.chunks))
         self._decode(steps, computed)
         self._finish(now_s, now_s + cost_s, computed)
         self.usage.steps += steps
@@ -249,11 +253,12 @@ class Engine:
 
     def _plan(self, now_s: float) -> Plan:
         budget = self._costs.kv_bytes
+        running = (query.sla for query in self._running.values())
         view = BatchView(
             now_s=now_s,
             rows=self._setup.rows,
             queries=(),
-            chunk_tokens=self._setup.chunk_tokens,
+            chunk_tokens=self._setup.chunk_tokens or self._chunk_budget.tokens(running),
             ready_limit=self._setup.ready_limit,
             kv_free_bytes=budget - self._line.taken_bytes if budget else None,
             host_free_bytes=self._host_bytes,

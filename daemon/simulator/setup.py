@@ -22,7 +22,8 @@ class Setup:
         costs: Of their steps.
         daemons: How many.
         rows: Of each batch.
-        chunk_tokens: Prompt tokens computed between two decode steps.
+        chunk_tokens: Prompt tokens computed between two decode steps; 0 follows the inter-token target of the
+            most urgent class that runs, as `auto` does in a daemon.
         ready_limit: Prefilled queries kept ahead of free rows.
         claim_ahead: Jobs of a class claimed beyond the rows.
         host_pool_bytes: For parked KV, of each daemon.
@@ -40,7 +41,7 @@ class Setup:
     costs: StepCosts
     daemons: int = 1
     rows: int = 64
-    chunk_tokens: int = 256
+    chunk_tokens: int = 0
     ready_limit: int = 1
     claim_ahead: int = 2
     host_pool_bytes: int = 64 << 30
@@ -53,7 +54,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         """Refuse what can't be simulated."""
-        least = {"daemons": 1, "rows": 1, "chunk_tokens": 1, "ready_limit": 0}
+        least = {"daemons": 1, "rows": 1, "chunk_tokens": 0, "ready_limit": 0}
         least |= {"host_pool_bytes": 0, "max_queued": 0}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:

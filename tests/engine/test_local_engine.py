@@ -16,6 +16,7 @@ from batond.daemon.errors import (
     StateError,
     UnsupportedModelError,
 )
+from batond.daemon.scheduler.chunks import MOST_TOKENS, ChunkBudget
 from batond.daemon.scheduler.plan import Gate
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.messages import Finished, Preempted, QueryState, Resumed, Started, Tokens
@@ -462,3 +463,37 @@ def test_run_to_completion_admits_only_into_an_empty_batch(llama: Any, make_engi
 def test_an_unknown_batch_is_refused(llama: Any) -> None:
     with pytest.raises(ConfigError, match="sideways"):
         LocalEngine(llama, batch="sideways")
+
+
+def test_chunks_follow_the_target_of_the_most_urgent_row(
+    llama: Any, solo: Solo, make_engine: MakeEngine
+) -> None:
+    """A slow machine cuts a long prompt finer while somebody urgent runs; tokens stay what they are."""
+    engine = make_engine(llama, rows=2, chunk_tokens="auto")
+    assert engine._step_tokens() == MOST_TOKENS  # Nobody runs.
+    urgent = engine.submit([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True), sla_class="interactive")
+    engine.step()
+    budget = ChunkBudget()
+    budget.note(0.05, 0)
+    budget.note(0.05 + 0.4, 1000)  # Leaves 40 ms, a token takes 0.4 ms.
+    budget.note = lambda *_: None  # type: ignore[method-assign] # the machine's own times don't matter here
+    engine._chunk_budget = budget
+    long_prompt = [3 + place % 100 for place in range(250)]
+    long = engine.submit(long_prompt, SamplingParams(max_tokens=4, ignore_eos=True), sla_class="batch")
+    done = []
+    while len(done) < 3:
+        engine.step()
+        done.append(long.prefilled_tokens)
+    assert done[:2] == [100, 200]  # And the rest, with the first token decoded behind it.
+    engine.run_until_idle()
+    assert long.output_token_ids == solo(llama, long_prompt, 4)
+    assert engine._step_tokens() == MOST_TOKENS
+    assert urgent.output_token_ids == solo(llama, [5, 6, 7], 60)
+
+
+@pytest.mark.parametrize("chunk_tokens", ["some", 0, -1, 2.5])
+def test_chunk_sizes_without_meaning_are_refused(
+    llama: Any, make_engine: MakeEngine, chunk_tokens: Any
+) -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens"):
+        make_engine(llama, rows=1, chunk_tokens=chunk_tokens)
