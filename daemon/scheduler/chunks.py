@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 #: Below, a forward over so few tokens costs nearly what twice as many do.
 LEAST_TOKENS: Final = 64
-#: Beyond, a step gains nothing, and a more urgent arrival waits for its end.
+#: Beyond, a step gains little, a more urgent arrival waits for its end, and the scores of eager attention,
+#: which grow with the square, would take gigabytes.
 MOST_TOKENS: Final = 2048
 #: Until the first prompt was timed.
 FIRST_TOKENS: Final = 256
