@@ -76,6 +76,7 @@ class Fair:
         self._prompt_weight = prompt_weight
         self._output_weight = output_weight
         self._accounts: dict[int, dict[str, _Account]] = {}  # By class order, then tenant.
+        self._homes: dict[str, _Account] = {}  # Where queries that had no row yet stand.
         self._left_last: dict[int, _Account] = {}
         self._since_s: dict[int, float] = {}  # Last begin in a class, or when its line filled after it.
         self._now_s = float("-inf")
@@ -131,19 +132,25 @@ class Fair:
             account.given += charge
             account.shift += charge
             account.tags.pop(query.query_id, None)
+            self._homes.pop(query.query_id, None)
 
     def on_end(self, query: QueryView) -> None:
         """Forget a query. If nothing of it was computed, those behind it in its line move up."""
-        account = self._account(query)
-        cost = account.line.get(query.query_id)
+        self._leave(query.query_id)
+
+    def _leave(self, query_id: str) -> None:
+        account = self._homes.pop(query_id, None)
+        if account is None:
+            return
+        cost = account.line.get(query_id)
         if cost is not None:
             for behind in reversed(account.line):
-                if behind == query.query_id:
+                if behind == query_id:
                     break
                 account.tags[behind] -= cost
             account.end -= cost
-            del account.line[query.query_id]
-        account.tags.pop(query.query_id, None)
+            del account.line[query_id]
+        account.tags.pop(query_id, None)
 
     def _account(self, query: QueryView) -> _Account:
         order = query.class_order
@@ -153,6 +160,8 @@ class Fair:
             tenants = self._accounts.setdefault(order, {})
             floor = self._floor(order)
             account = tenants[query.tenant] = _Account(given=floor, end=floor)
+        if self._homes.get(query.query_id, account) is not account:
+            self._leave(query.query_id)  # It was moved to another class.
         return account
 
     def _enter(self, query: QueryView, account: _Account) -> float:
@@ -168,6 +177,7 @@ class Fair:
         tag = account.tags[query.query_id] = account.end
         account.line[query.query_id] = cost
         account.end += cost
+        self._homes[query.query_id] = account
         return tag
 
     def _floor(self, class_order: int) -> float:

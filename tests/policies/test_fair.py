@@ -194,3 +194,46 @@ def test_the_tenant_that_was_given_most_is_the_first_victim(make_query: Callable
 def test_meaningless_weights_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field):
         Fair(**{field: value})
+
+
+def test_who_leaves_a_class_is_no_demand_there(make_query: Callable[..., QueryView]) -> None:
+    """S10: a query moves to another class; its tenant, idle in the first, comes back without credit."""
+    policy = Fair()
+    moved = make_query(tenant="a", to_prefill_tokens=100)
+    policy.rank(moved, 0.0)
+    policy.rank(replace(moved, sla_class="batch", class_order=2), 0.0)
+    served = make_query(tenant="b", to_prefill_tokens=1000)
+    policy.rank(served, 0.0)
+    policy.on_tokens(served, 1000, 0)
+    policy.rank(make_query(tenant="a", to_prefill_tokens=10), 0.0)
+    assert policy.counter("a", 1) == 1000
+
+
+def test_a_class_that_everybody_left_does_not_age(make_query: Callable[..., QueryView]) -> None:
+    """S8: the class is not taken for one that has starved since the update."""
+    policy = Fair(ageing_s=10.0)
+    moved = make_query(class_order=1, to_prefill_tokens=100)
+    policy.rank(moved, 0.0)
+    policy.rank(replace(moved, class_order=2), 0.0)
+    late = make_query(class_order=1, arrival_s=3600.0)
+    assert policy.rank(late, 3600.0)[0] == 1
+
+
+def test_an_update_refunds_what_was_not_begun_and_charges_what_comes(
+    make_query: Callable[..., QueryView],
+) -> None:
+    """Those behind it in its former line move up; one that runs is charged in its new class."""
+    policy = Fair()
+    moved, behind = (make_query(tenant="a", to_prefill_tokens=100) for _ in range(2))
+    place = policy.rank(moved, 0.0)[2]
+    policy.rank(behind, 0.0)
+    lowered = replace(moved, class_order=2)
+    policy.rank(lowered, 0.0)
+    assert policy.rank(behind, 0.0)[2] == place
+    policy.on_tokens(lowered, 100, 0)
+    policy.on_tokens(replace(lowered, phase=Phase.RUNNING), 0, 1)
+    assert (policy.counter("a", 1), policy.counter("a", 2)) == (0, 101)
+    policy.on_end(lowered)
+    policy.on_end(behind)
+    accounts = [account for tenants in policy._accounts.values() for account in tenants.values()]
+    assert not any(account.line or account.tags for account in accounts)
