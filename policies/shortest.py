@@ -74,9 +74,9 @@ class Shortest:
             return None
         return -math.inf if newcomer.class_order < class_order else math.inf
 
-    def line_of(self, query: QueryView) -> tuple[int, str, str, int]:
-        """One a flow and limit: with those the expectation is the same, whatever is learnt."""
-        return (query.class_order, query.tenant, query.sla_class, query.max_tokens)
+    def line_of(self, query: QueryView) -> tuple[int, str, str, int, int]:
+        """One a flow, limit and output brought along: the expectation is the same, whatever is learnt."""
+        return (query.class_order, query.tenant, query.sla_class, query.max_tokens, query.output_tokens)
 
     def on_tokens(self, query: QueryView, prompt_tokens: int, output_tokens: int) -> None:
         """Only whole outputs teach."""

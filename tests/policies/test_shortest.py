@@ -156,3 +156,15 @@ def test_class_decides_first(make_query: Callable[..., QueryView]) -> None:
 def test_meaningless_gain_is_refused(gain: float) -> None:
     with pytest.raises(ConfigError, match="gain"):
         Shortest(gain=gain)
+
+
+def test_who_goes_on_elsewhere_stands_in_a_line_of_its_own(make_query: Callable[..., QueryView]) -> None:
+    """What is learnt moves a query that brings tokens past a fresh one: they can't be sorted together."""
+    policy = Shortest()
+    fresh = make_query(max_tokens=100)
+    begun = make_query(max_tokens=100, output_tokens=50)
+    assert policy.rank(begun, 0.0) < policy.rank(fresh, 0.0)
+    policy.on_end(make_query(output_tokens=10))
+    assert policy.rank(fresh, 0.0) < policy.rank(begun, 0.0)
+    assert policy.line_of(fresh) != policy.line_of(begun)
+    assert policy.line_of(fresh) == policy.line_of(make_query(max_tokens=100))
