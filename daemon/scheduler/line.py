@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from batond.daemon.scheduler.lanes import LaneKey, SortKey
     from batond.daemon.scheduler.rows import ViewOf
-    from batond.policies.base import Policy, QueryView
+    from batond.policies.base import Policy, QueryView, Rank
 
 #: Up to so many parked and begun queries, and queries of policies that keep no lines, are all ranked anew in
 #: each step: their order is exact.
@@ -256,19 +256,26 @@ class Line:
         return self._keys.get(seq) or self._line_key(seq, self._claims[seq])
 
     def _line_key(self, seq: int, query: QueryView) -> SortKey:
-        rank = self._rank(query, self._now_s)
+        rank = self._ranked(query)
         key = self._keys[seq] = (rank[0], 1, 0, rank, seq)
         return key
 
-    def _fresh_key(self, query: QueryView) -> SortKey:
+    def _ranked(self, query: QueryView) -> Rank:
         rank = self._rank(query, self._now_s)
+        for number in rank:
+            if math.isnan(number):  # It is neither before nor behind: nothing would be found again.
+                raise ValueError(f"policy {self._policy.name} gave {query.query_id} the rank {rank}")
+        return rank
+
+    def _fresh_key(self, query: QueryView) -> SortKey:
+        rank = self._ranked(query)
         return (rank[0], 1, 0, rank, query.seq)
 
     def _parked_key(self, query: QueryView) -> SortKey:
         # A parked query takes over the level of the most urgent fresh query of its class where that is the
         # better one: otherwise a fresh query that was submitted earlier, and aged for longer, would overtake
         # it (rule 3 of the design, behaviour S3).
-        level, best = self._rank(query, self._now_s)[0], self._best.get(query.class_order)
+        level, best = self._ranked(query)[0], self._best.get(query.class_order)
         return (level if best is None or level < best else best, 0, query.park_seq, (), query.seq)
 
     def _best_levels(self) -> dict[int, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,19 @@ class Rubbish(Fcfs):
         return (None, {}) if query.seq % 2 else super().rank(query, now_s)
 
 
+class NoNumber(Fcfs):
+    """Answers what compares with nothing, for some queries and not in each step."""
+
+    name = "no-number"
+
+    def __init__(self) -> None:
+        self.wrong = True
+
+    def rank(self, query: QueryView, now_s: float) -> Rank:
+        level, *rest = super().rank(query, now_s)
+        return (math.nan if self.wrong and query.seq % 2 else level, *rest)
+
+
 def view_of(*queries: QueryView) -> BatchView:
     return BatchView(100.0, 1, queries, host_free_bytes=1 << 30)
 
@@ -97,6 +112,35 @@ def test_ranks_that_cannot_be_compared(views: Views) -> None:
     for query in queries:
         line.remove(query.query_id)
     assert not line.views
+    assert not line.lanes()
+
+
+@pytest.mark.parametrize("lines", [True, False], ids=["lines", "no lines"])
+def test_ranks_that_are_no_numbers_are_errors(views: Views, *, lines: bool) -> None:
+    """No order can be kept among them: they must neither lose a query nor bring the line into disorder."""
+    policy, counters, dice = NoNumber(), Counter[str](), random.Random(1)
+    if not lines:
+        vars(policy)["line_of"] = None
+    queries = [views.waiting() for _ in range(20)] + [views.parked(park_seq=place) for place in range(1, 20)]
+    dice.shuffle(queries)
+    guard, line = PolicyGuard(Planner(policy), counters), Line(policy)
+    for step, query in enumerate(queries):
+        line.put(query)
+        policy.wrong = dice.random() < 0.7
+        errors = counters["policy_errors"]
+        plan = guard.plan(view_of(), line)
+        known = queries[: step + 1]
+        if counters["policy_errors"] > errors:
+            assert plan == Planner(Priority()).plan(view_of(*known))
+        else:
+            assert plan == Planner(Fcfs()).plan(view_of(*known))
+    assert 0 < counters["policy_errors"] < len(queries)
+    dice.shuffle(queries)
+    for place, query in enumerate(queries):
+        line.remove(query.query_id)
+        policy.wrong = place % 3 == 0
+        guard.plan(view_of(), line)
+        assert len(line.views) == len(queries) - place - 1
     assert not line.lanes()
 
 
