@@ -50,6 +50,10 @@ class ChunkBudget:
             new = NEW_SHARE if self._decode_s else 1.0
             self._decode_s += new * (step_s - self._decode_s)
             return
+        if step_s < self._decode_s:
+            # No decode step takes longer than a whole one. What was slow, as first steps are, must not count
+            # until there is a step without prompts: that may take long. If all is wrong, half is a guess.
+            self._decode_s = step_s if 2 * step_s > self._decode_s else step_s / 2
         # Sums, so that a prompt of a few tokens doesn't tell what a token costs.
         self._prompts_s += max(step_s - self._decode_s, 0.0) - NEW_SHARE * self._prompts_s
         self._prompt_tokens += prompt_tokens - NEW_SHARE * self._prompt_tokens
@@ -60,11 +64,11 @@ class ChunkBudget:
         Args:
             running: Classes of the queries that have a row.
         """
-        first = min(running, key=lambda sla: sla.order, default=None)
+        first = min(running, key=lambda sla: (sla.order, sla.tpot_target_s), default=None)
         target_s = math.inf if first is None else first.tpot_target_s
         if math.isinf(target_s):
             return MOST_TOKENS
-        if not self._prompt_tokens:
+        if not self._prompts_s:
             return FIRST_TOKENS
         room_s = USED_SHARE * target_s - self._decode_s
         wanted = room_s * self._prompt_tokens / max(self._prompts_s, 1e-9)

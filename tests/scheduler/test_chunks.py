@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +64,23 @@ def test_a_short_prompt_does_not_tell_what_a_token_costs() -> None:
     before = budget.tokens([INTERACTIVE])
     budget.note(0.01 + 0.005 + 1e-4, 1)
     assert budget.tokens([INTERACTIVE]) > 0.8 * before
+
+
+def test_a_slow_first_step_is_forgotten_although_every_later_one_computes_prompts() -> None:
+    """Kernels are built in the first; no decode step is longer than a whole one that had chunks beside it."""
+    budget = ChunkBudget()
+    budget.note(3.0, 0)
+    for _ in range(60):
+        tokens = budget.tokens([INTERACTIVE])
+        budget.note(0.01 + 1e-4 * tokens, tokens)
+    assert budget.tokens([INTERACTIVE]) > 4 * LEAST_TOKENS
+
+
+def test_of_equal_classes_the_tighter_target_counts() -> None:
+    """Two classes may have one order; it does not matter who has the first row."""
+    budget = learned(0.02, 0.0, 1e-3)
+    equal = replace(STANDARD, name="equal", tpot_target_s=0.1)
+    assert budget.tokens([STANDARD, equal]) == budget.tokens([equal, STANDARD]) == budget.tokens([equal])
 
 
 @given(
