@@ -102,6 +102,18 @@ class Calls:
                 actor = tenant.name
                 require_admin(tenant)
                 answer = await handle(tenant)
+            except asyncio.CancelledError:
+                # The caller hung up in the middle; what was asked for may have been done.
+                if not reads:
+                    audit.record(
+                        method,
+                        actor=actor,
+                        target=target,
+                        outcome="failed",
+                        reason="CANCELLED",
+                        peer=context.peer(),
+                    )
+                raise
             except Exception as error:
                 known = isinstance(error, BatondError)
                 audit.record(

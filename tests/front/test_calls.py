@@ -8,6 +8,7 @@ import hashlib
 import ipaddress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -196,6 +197,33 @@ async def test_what_administrators_do_is_audited(served: Served) -> None:
     ]
     assert "r3d" not in str(lines)
     assert "wr0ng" not in str(lines)
+
+
+@pytest.mark.parametrize(("reads", "said"), [(False, [("Change", "red", "failed", "CANCELLED")]), (True, [])])
+async def test_who_hangs_up_in_the_middle_of_a_change_is_audited(
+    *, reads: bool, said: list[tuple[str, str, str, str]]
+) -> None:
+    """What was asked for may have been done by then; a watch that is closed changed nothing."""
+    calls = Calls(by_credentials(Identities(TENANTS, SlaClasses())), Metrics())
+    context, begun = Mock(), asyncio.Event()
+    context.invocation_metadata.return_value = (("authorization", "Bearer r3d"),)
+    context.auth_context.return_value = {}
+
+    async def change(_: Tenant) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    with structlog.testing.capture_logs() as lines:
+        call = asyncio.create_task(calls.act("Change", context, change, target="thing", reads=reads))
+        await asyncio.wait_for(begun.wait(), 10)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    assert said == [
+        (line["action"], line["actor"], line["outcome"], line["reason"])
+        for line in lines
+        if line["event"] == "admin_action"
+    ]
 
 
 async def test_many_at_once_are_not_mixed_up(served: Served) -> None:
