@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from batond.v1 import types_pb2
 
 _LONGEST_S: Final = 1e9  # 31 years: what is later is a wrong unit.
+_LAST_TIMESTAMP_S: Final = 253_402_300_799  # End of the year 9999: what is later can't be shown again.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,9 @@ def deadline_ms(deadline: Timestamp, field: str) -> int:
     Raises:
         InvalidRequestError: It is no time.
     """
-    if not (0 < deadline.seconds <= 1 << 40 and 0 <= deadline.nanos < 10**9):
+    if not (0 < deadline.seconds <= _LAST_TIMESTAMP_S and 0 <= deadline.nanos < 10**9):
         raise InvalidRequestError(
-            f"{field} is no point in time after 1970", reason="BAD_TIME_LIMIT", field=field
+            f"{field} is no point in time from 1970 to 9999", reason="BAD_TIME_LIMIT", field=field
         )
     return int(deadline.seconds) * 1000 + deadline.nanos // 1_000_000
 

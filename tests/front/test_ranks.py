@@ -10,6 +10,7 @@ from google.protobuf import duration_pb2, timestamp_pb2
 
 from batond.daemon.config_tenants import TenantRights
 from batond.daemon.errors import InvalidRequestError, PermissionDeniedError
+from batond.daemon.front import convert
 from batond.daemon.front.identity import tenant_of
 from batond.daemon.front.ranks import TimeLimit, choose_class, lower_class, time_limit
 from batond.policies.classes import SlaClasses
@@ -93,6 +94,13 @@ def test_limits_are_read() -> None:
     assert time_limit(after) == TimeLimit(timeout_ms=1001)
 
 
+def test_the_last_moment_that_can_be_shown_is_a_limit() -> None:
+    """The end of the year 9999, as callers write "never"."""
+    end = timestamp_pb2.Timestamp(seconds=253_402_300_799, nanos=999_999_000)
+    limit = time_limit(types_pb2.JobSpec(deadline=end))
+    assert convert.timestamp(limit.deadline_ms).seconds == end.seconds
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -102,6 +110,9 @@ def test_limits_are_read() -> None:
         {"deadline": timestamp_pb2.Timestamp()},
         {"deadline": timestamp_pb2.Timestamp(seconds=-5)},
         {"deadline": timestamp_pb2.Timestamp(seconds=1, nanos=-1)},
+        # Not in the range of a Timestamp: it could be kept and never be shown again.
+        {"deadline": timestamp_pb2.Timestamp(seconds=253_402_300_800)},
+        {"deadline": timestamp_pb2.Timestamp(seconds=1 << 40)},
     ],
 )
 def test_what_is_no_limit_is_refused(fields: dict[str, Any]) -> None:
