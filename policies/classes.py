@@ -51,6 +51,11 @@ class SlaClass:
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"SLA class {self.name}: {field} must be above 0, not {value}", field=field)
 
+    @property
+    def longest_queue_ms(self) -> int:
+        """`longest_queue_s` for the queue, rounded up: 0 lets a job wait, and nothing else is 0."""
+        return math.ceil((self.longest_queue_s or 0.0) * 1000)
+
 
 DEFAULT_CLASSES: Final = (
     SlaClass(name="interactive", order=0, preemptible=False, ttft_target_s=1.0, tpot_target_s=0.1),

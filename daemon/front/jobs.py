@@ -161,14 +161,13 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             sla_class = record.sla_class
             if request.sla_class:
                 sla_class = ranks.lower_class(request.sla_class, sla_class, tenant, self._classes)
-            longest_queue_s = self._classes.get(sla_class).longest_queue_s
             record = await self._store.update(
                 tenant.name,
                 job_id,
                 present_class=record.sla_class,
                 sla_class=sla_class,
                 deadline_ms=deadline_ms,
-                longest_queue_ms=int((longest_queue_s or 0) * 1000),
+                longest_queue_ms=self._classes.get(sla_class).longest_queue_ms if request.sla_class else 0,
             )
             self._dispatcher.update(tenant.name, job_id)
             return jobs_pb2.UpdateJobResponse(job=await self._shown(record, output=False))
@@ -215,13 +214,12 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
     ) -> tuple[JobRecord, bool]:
         checked = await asyncio.to_thread(self._reader.read, spec, tenant)
         limit = checked.limit.within(left_s)
-        longest_queue_s = self._classes.get(checked.sla_class).longest_queue_s
         record, created = await self._store.submit(
             tenant.name,
             job_id,
             deadline_ms=limit.deadline_ms,
             deadline_in_ms=limit.timeout_ms,
-            longest_queue_ms=int((longest_queue_s or 0) * 1000),
+            longest_queue_ms=self._classes.get(checked.sla_class).longest_queue_ms,
             limits=tenant.limits,
             spec_json=msgspec.json.encode(checked.spec),
             body_hash=checked.body_hash,

@@ -78,3 +78,9 @@ def test_name_that_would_confuse_is_refused(name: str) -> None:
 def test_negative_order_is_refused() -> None:
     with pytest.raises(ConfigError, match="order"):
         sla("gold", -1)
+
+
+@pytest.mark.parametrize(("given_s", "ms"), [(None, 0), (0.0004, 1), (0.3, 300), (2.0, 2000), (1e-9, 1)])
+def test_the_shortest_longest_queue_time_is_still_one(given_s: float | None, ms: int) -> None:
+    """0 ms means that it may wait for ever; who asked for less than a millisecond asked for the opposite."""
+    assert sla("a", 0, longest_queue_s=given_s).longest_queue_ms == ms
