@@ -289,7 +289,7 @@ class LocalEngine:
         Raises:
             InvalidRequestError: Empty prompt, unknown token id or class, bad or taken id, stop strings
                 without a tokenizer, n above 1, structured output that can't be had, a session together with
-                prompt_logprobs, or a weight or deadline that is no number.
+                prompt_logprobs, or a weight, deadline or time waited that is no number.
             RequestTooLargeError: Prompt + max_tokens is over `max_query_tokens`.
         """
         sampling = sampling or SamplingParams()
@@ -300,6 +300,8 @@ class LocalEngine:
                 f"tenant_weight {tenant_weight} must be above 0, deadline_s {deadline_s} a number",
                 field="tenant_weight",
             )
+        if not math.isfinite(waited_s):
+            raise InvalidRequestError(f"waited_s {waited_s} must be a number", field="waited_s")
         prompt = self._admission.check(prompt_token_ids, sampling)
         session = self._admission.check_session(tenant, session_id, sampling)
         seq = next(self._arrivals)

@@ -254,6 +254,11 @@ def test_deadline_and_weight_reach_the_policy(llama: Any, make_engine: MakeEngin
     assert view.tenant_weight == query.tenant_weight == 2.5
     assert 50.0 < view.deadline_s - query.arrival_s <= 61.0
     engine.run_until_idle()
-    for wrong in ({"tenant_weight": 0.0}, {"tenant_weight": math.inf}, {"deadline_s": math.nan}):
+    for wrong in (
+        {"tenant_weight": 0.0},
+        {"tenant_weight": math.inf},
+        {"deadline_s": math.nan},
+        {"waited_s": math.nan},
+    ):
         with pytest.raises(InvalidRequestError):
             engine.submit([5], SHORT, **wrong)
