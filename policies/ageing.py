@@ -36,7 +36,9 @@ def worst_first_row_s(levels: int, ageing_s: float, backlog_tokens: float, token
     Args:
         levels: Ageing steps after which nothing that arrives is sorted before the query.
         ageing_s: Seconds that are worth one class.
-        backlog_tokens: Tokens still to be computed then for all that runs or is sorted before the query.
+        backlog_tokens: Tokens still to be computed then for all that runs or is sorted before the query, and
+            for those that take rows from these: each is parked `max_parks` times at most, for one query of a
+            more urgent class each time.
         tokens_per_s: Tokens that all rows together compute in a second.
     """
     return levels * ageing_s + backlog_tokens / tokens_per_s

@@ -90,7 +90,11 @@ class Policy(Protocol):
         """The name under which the policy is registered and reported."""
 
     def rank(self, query: QueryView, now_s: float) -> Rank:
-        """Order of claims to a row; the smaller runs first. Called once a query a step."""
+        """Order of claims to a row; the smaller runs first.
+
+        Called when a query joins the line, and from then on as often as the planner needs to know: in each
+        step for the first of a line, of running queries only when victims are looked for.
+        """
 
     def may_preempt(self, newcomer: QueryView, victim: QueryView, now_s: float) -> bool:
         """Whether `newcomer` is strictly more urgent than `victim`. Must be irreflexive and asymmetric."""

@@ -27,10 +27,12 @@ class Priority:
         k x ageing_s + B / R    seconds,
 
     where B is the number of tokens still to be computed for running, parked and waiting queries that arrived
-    before t + k x ageing_s, and R the tokens the rows compute in a second (`ageing.worst_first_row_s`). Once
-    it has a row it is parked at most `PlannerLimits.max_parks` times, each time after at least
-    `quantum_tokens` tokens, and stands in the parked line of its level, ahead of every fresh query of its
-    class: after each park it waits for one row to come free (`ageing.worst_finish_s`).
+    before t + k x ageing_s, with those of more urgent queries that take rows from these meanwhile (each is
+    parked at most `PlannerLimits.max_parks` times, for one query each time), and R the tokens the rows
+    compute in a second (`ageing.worst_first_row_s`). Once it has a row it is parked at most `max_parks` times
+    itself, each time after at least `quantum_tokens` tokens, and stands in the parked line of its level,
+    ahead of every fresh query of its class: after each park it waits for one row to come free
+    (`ageing.worst_finish_s`).
 
     Args:
         ageing_s: Seconds without a row that are worth one class; infinity turns ageing off, and with it the

@@ -71,7 +71,23 @@ def bound_s(outcome: Outcome, query: Query, policy: str) -> float:
     )
     full = int(outcome.queries[-1].request.arrival_s // WINDOW_S)
     slowest = min(window.served.total() for window in outcome.windows[1:full]) / WINDOW_S
-    return worst_first_row_s(1, passed_s, backlog, slowest)
+    return worst_first_row_s(1, passed_s, backlog + takers_tokens(outcome, query, passed_s), slowest)
+
+
+def takers_tokens(outcome: Outcome, query: Query, passed_s: float) -> int:
+    """Most tokens of those that may take rows from the queries before one, and so pass it."""
+    until_s = query.request.arrival_s + passed_s
+    before = [
+        other
+        for other in outcome.queries
+        if other is not query and other.sla.preemptible and other.request.arrival_s <= until_s < other.end_s
+    ]
+    longest = max(
+        other.request.prompt_tokens + other.request.output_tokens
+        for other in outcome.queries
+        if other.sla.order == 0
+    )
+    return len(before) * outcome.setup.limits.max_parks * longest
 
 
 @pytest.mark.parametrize("policy", sorted(PASSED_S))
@@ -90,3 +106,20 @@ def test_no_query_waits_longer_than_its_policy_says(
     waits_s = [query.first_token_s - query.request.arrival_s for query in outcome.queries if query.sla.order]
     # The urgent ones do go first, but under `fcfs`; without ageing it would be for seven minutes.
     assert max(waits_s) > (5 if policy == "fcfs" else 50)
+
+
+@pytest.mark.parametrize("policy", ["mlfq", "priority", "shortest"])
+def test_who_takes_rows_from_those_before_is_part_of_the_bound(
+    simulate: Callable[..., Outcome], costs: StepCosts, policy: str
+) -> None:
+    """S8: one row and six batch queries; urgent ones that came later pass the last by parking the others."""
+    urgent = [Request(float(number), 30, 100, "quick", "interactive") for number in range(400)]
+    capacity_s = saturated_s(Setup(costs=costs, rows=1, chunk_tokens=64), urgent)
+    urgent = rebased(urgent, 1.1 * urgent[-1].arrival_s / capacity_s)
+    batch = [Request(10 + place / 100, 40, 200, "slow", "batch") for place in range(6)]
+    requests = sorted([*urgent, *batch], key=lambda request: request.arrival_s)
+    outcome = simulate(requests, policy, rows=1)
+    last = max((query for query in outcome.queries if query.sla.order), key=lambda query: query.seq)
+    wait_s = last.first_token_s - last.request.arrival_s
+    assert wait_s <= bound_s(outcome, last, policy) + STEPS_S
+    assert sum(query.parks for query in outcome.queries if query is not last) > 30
