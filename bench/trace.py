@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from batond.bench import replay, step_costs
 from batond.bench.local_daemon import OPERATOR, LocalDaemon
 from batond.daemon.errors import ConfigError
-from batond.daemon.scheduler.victims import PlannerLimits
+from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.simulator.command import at_load
 from batond.daemon.simulator.report import Report, report
 from batond.daemon.simulator.setup import Setup

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from batond.daemon.scheduler.claims import in_parked_line
-from batond.daemon.scheduler.rows import PlannerLimits, Standing
+from batond.daemon.scheduler.rows import Standing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from batond.daemon.scheduler.line import Line
     from batond.daemon.scheduler.rows import Group
     from batond.policies.base import QueryView, Rank
-
-__all__ = ["Choice", "PlannerLimits", "VictimPool"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class _Pile:
         rows: How many there are.
         nbytes: What they have reserved together.
         whole: Groups that belong to it entirely, the most urgent class first; each stands behind all before.
-        others: Queries that were asked about one by one, or of which it isn't known where they stand.
+        others: Queries above a bar, or that the policy was asked about one by one; in no order.
     """
 
     rows: int = 0

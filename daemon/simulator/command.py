@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from batond.daemon.errors import ConfigError
-from batond.daemon.scheduler.victims import PlannerLimits
+from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.simulator.costs import load_costs
 from batond.daemon.simulator.options import classes_with, known_classes, numbers, pairs, tenant_limits
 from batond.daemon.simulator.report import report
@@ -127,10 +127,10 @@ def simulate(  # noqa: PLR0917 - typer passes by name
         plot(plot_path, outcomes)
 
 
-def _chunk_tokens(given: str) -> int:
+def _chunk_tokens(given: str) -> Literal["auto"] | int:
     if given == "auto":
-        return 0
-    if not given.isdecimal() or not int(given):
+        return "auto"
+    if not given.isdecimal():
         raise ConfigError(
             f"chunk_tokens must be auto or a number from 1 on, not {given!r}", field="chunk_tokens"
         )

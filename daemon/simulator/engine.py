@@ -253,12 +253,14 @@ class Engine:
 
     def _plan(self, now_s: float) -> Plan:
         budget = self._costs.kv_bytes
-        running = (query.sla for query in self._running.values())
+        chunk_tokens = self._setup.chunk_tokens
+        if chunk_tokens == "auto":
+            chunk_tokens = self._chunk_budget.tokens(query.sla for query in self._running.values())
         view = BatchView(
             now_s=now_s,
             rows=self._setup.rows,
             queries=(),
-            chunk_tokens=self._setup.chunk_tokens or self._chunk_budget.tokens(running),
+            chunk_tokens=chunk_tokens,
             ready_limit=self._setup.ready_limit,
             kv_free_bytes=budget - self._line.taken_bytes if budget else None,
             host_free_bytes=self._host_bytes,

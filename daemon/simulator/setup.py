@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from batond.daemon.errors import ConfigError
 from batond.daemon.queue.limits import NO_LIMITS, TenantLimits
-from batond.daemon.scheduler.victims import PlannerLimits
+from batond.daemon.scheduler.planner import PlannerLimits
 from batond.policies.classes import SlaClasses
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ class Setup:
         costs: Of their steps.
         daemons: How many.
         rows: Of each batch.
-        chunk_tokens: Prompt tokens computed between two decode steps; 0 follows the inter-token target of the
-            most urgent class that runs, as `auto` does in a daemon.
+        chunk_tokens: Prompt tokens computed between two decode steps; "auto" follows the inter-token target
+            of the most urgent class that runs, as in a daemon.
         ready_limit: Prefilled queries kept ahead of free rows.
         claim_ahead: Jobs of a class claimed beyond the rows.
         host_pool_bytes: For parked KV, of each daemon.
@@ -41,7 +41,7 @@ class Setup:
     costs: StepCosts
     daemons: int = 1
     rows: int = 64
-    chunk_tokens: int = 0
+    chunk_tokens: Literal["auto"] | int = "auto"
     ready_limit: int = 1
     claim_ahead: int = 2
     host_pool_bytes: int = 64 << 30
@@ -54,11 +54,14 @@ class Setup:
 
     def __post_init__(self) -> None:
         """Refuse what can't be simulated."""
-        least = {"daemons": 1, "rows": 1, "chunk_tokens": 0, "ready_limit": 0}
-        least |= {"host_pool_bytes": 0, "max_queued": 0}
+        least = {"daemons": 1, "rows": 1, "ready_limit": 0, "host_pool_bytes": 0, "max_queued": 0}
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise ConfigError(f"{name} must be at least {lowest}, not {getattr(self, name)}", field=name)
+        if self.chunk_tokens != "auto" and self.chunk_tokens < 1:
+            raise ConfigError(
+                f'chunk_tokens must be "auto" or at least 1, not {self.chunk_tokens}', field="chunk_tokens"
+            )
         if not 0 <= self.noise < 1:
             raise ConfigError(f"noise must be from 0 to below 1, not {self.noise}", field="noise")
 

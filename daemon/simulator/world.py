@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from batond.daemon.simulator.engine import Engine, Query
 from batond.daemon.simulator.fair_queue import FairQueue
@@ -25,7 +25,7 @@ WINDOW_S: Final = 10.0
 IDLE_CLAIM_S: Final = 1.0
 REAP_EVERY_S: Final = 1.0
 
-Line = tuple[str, str]  # Class and tenant.
+TenantLine: TypeAlias = tuple[str, str]  # Class and tenant.
 
 
 @dataclass(slots=True)
@@ -38,9 +38,9 @@ class Window:
         output: Output tokens by class and tenant.
     """
 
-    waiting: frozenset[Line] = frozenset()
-    served: Counter[Line] = field(default_factory=Counter)
-    output: Counter[Line] = field(default_factory=Counter)
+    waiting: frozenset[TenantLine] = frozenset()
+    served: Counter[TenantLine] = field(default_factory=Counter)
+    output: Counter[TenantLine] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
