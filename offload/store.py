@@ -175,11 +175,15 @@ class ParkedStore:
         entry.transfers.append(transfer)
         return ticket
 
-    def finish_load(self, ticket: LoadTicket) -> KVSlice:
+    def finish_load(self, ticket: LoadTicket, *, layout_hash: str | None = None) -> KVSlice:
         """Wait for the copy and verify it. The host copy stays until `discard`.
 
+        Args:
+            ticket: Of `begin_load`.
+            layout_hash: As in `begin_load`, for a copy that was begun without it.
+
         Raises:
-            SliceCorruptError: Header or checksum is wrong: `discard` it and recompute the query.
+            SliceCorruptError: Header, checksum or layout is wrong: `discard` it and recompute the query.
             CopyFailedError: The copy did not happen; the slice is parked as before.
             ForgottenError: The owner was forgotten meanwhile.
             OffloadStateError: The ticket was used before.
@@ -187,6 +191,8 @@ class ParkedStore:
         entry = self._entry_of(ticket)
         self._wait(entry, ticket)
         wrong = self._damage(entry)
+        if not wrong and layout_hash not in {None, entry.header.layout_hash}:
+            wrong = f"layout {entry.header.layout_hash} instead of {layout_hash}"
         if wrong:
             if self._poison:
                 _fill([ticket.kv.tokens, ticket.kv.state])

@@ -208,13 +208,13 @@ class Residency:
     def _load(self, query: Query) -> KVSlice | None:
         """Bring the parked copy back; a damaged one is dropped and must be computed again."""
         ahead, self._ahead = self._ahead, None
+        digest = self.batch.layout.digest
         try:
             if ahead is not None and ahead.owner_id == query.query_id:
                 self._counters["loads_ahead_used"] += 1
-                return self.store.finish_load(ahead)
+                return self.store.finish_load(ahead, layout_hash=digest)
             if ahead is not None:
                 self.store.abort(ahead)
-            digest = self.batch.layout.digest
             return self.store.finish_load(
                 self.store.begin_load(query.query_id, self.batch.device, layout_hash=digest)
             )

@@ -123,6 +123,17 @@ def test_a_copy_that_can_t_be_begun_ahead_is_made_when_the_row_is_there(
     assert query.recomputed_tokens == 0
 
 
+def test_a_copy_of_another_layout_is_not_embedded_because_it_was_begun_ahead(
+    llama: Any, make_engine: Callable[..., Any], solo: Callable[..., list[int]]
+) -> None:
+    """R8: records of another layout are computed again, however their copy was begun."""
+    engine, query = parked_behind_an_urgent_one(make_engine, llama)
+    engine.residency.batch.layout.digest = "another"
+    finish(engine, query, solo, llama)
+    assert query.recomputed_tokens > 0
+    assert engine.snapshot().counters["corrupt_slices"] == 1
+
+
 def test_a_copy_damaged_on_the_host_is_found_after_it_was_begun_ahead(
     llama: Any, make_engine: Callable[..., Any], solo: Callable[..., list[int]]
 ) -> None:
