@@ -403,7 +403,7 @@ class Dispatcher:
                 if reaped.requeued or reaped.dead:
                     _log.warning("jobs_reaped", requeued=len(reaped.requeued), dead=len(reaped.dead))
                     self._wake.set()
-                self._figures.looked(self._held.values(), self.counts)
+                self._figures.counted(self._held.values(), self.counts)
             await self._end_suspects()
             await asyncio.sleep(REAP_EVERY_S)
 

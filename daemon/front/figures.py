@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from batond.daemon.front.held import choice_of
 from batond.daemon.wire.messages import (
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from batond.daemon.queue import Counts
     from batond.daemon.telemetry.metrics import Metrics
     from batond.daemon.wire.messages import QueryEvent
-
-_MODES: Final = {True: "kept", False: "dropped"}
 
 
 class Figures:
@@ -52,7 +50,7 @@ class Figures:
             case Tokens():
                 self._got_tokens(held, times, event, now_s)
             case Preempted():
-                mode = _MODES[event.kept]
+                mode = "kept" if event.kept else "dropped"
                 self._metrics.preemptions.labels(*self._labels(held), event.cause, mode).inc()
                 times.parked_s = now_s
                 # Who was parked by hand does not compete for a row.
@@ -87,8 +85,8 @@ class Figures:
         """A tenant lost its turn at a quota."""
         self._metrics.quota_refusals.labels(self._metrics.tenant(tenant), quota).inc()
 
-    def looked(self, held: Iterable[HeldJob], counts: Counts) -> None:
-        """Set what is true now: waiting jobs, and who has been without a row for longest, by class."""
+    def counted(self, held: Iterable[HeldJob], counts: Counts) -> None:
+        """The queue was counted: show how many wait, and who has been without a row for longest, by class."""
         self._metrics.queued_jobs.set(sum(counts.queued.values()))
         now_s, ages_s = time.monotonic(), dict.fromkeys(self._classes, 0.0)
         for sla_class, wait_ms in counts.oldest_wait_ms.items():

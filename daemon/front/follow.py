@@ -147,7 +147,7 @@ def _moved(said: Place | None, place: Place) -> bool:
 
 
 @dataclass(slots=True)
-class _Place:
+class _Seen:
     """How far a watcher has seen one choice."""
 
     next_index: int
@@ -160,17 +160,17 @@ class _Cursor:
 
     def __init__(self, from_index: int, choice_indexes: Mapping[int, int] | None = None) -> None:
         self._from_index = from_index
-        self._places = {choice: _Place(index) for choice, index in (choice_indexes or {}).items()}
+        self._choices = {choice: _Seen(index) for choice, index in (choice_indexes or {}).items()}
         self.said: Place | None = None
 
     def next_index(self, choice: int) -> int:
         """The first token of a choice that was not seen."""
-        return self._place(choice).next_index
+        return self._seen(choice).next_index
 
     @property
     def lowest_index(self) -> int:
         """The first token that some choice was not seen of: nothing is missed from here."""
-        return min((place.next_index for place in self._places.values()), default=self._from_index)
+        return min((seen.next_index for seen in self._choices.values()), default=self._from_index)
 
     def misses(self, base_indexes: Sequence[int]) -> bool:
         """Whether tokens before these, by choice, are still to be seen."""
@@ -181,19 +181,19 @@ class _Cursor:
 
         Text can't be cut at a token: the text of a chunk that is known in part comes whole.
         """
-        place = self._place(chunk.choice)
+        seen = self._seen(chunk.choice)
         if not chunk.token_ids:
             # Text is flushed once an index, and a choice ends once.
-            known = place.ended if chunk.finish_reason else place.flushed
-            if chunk.first_index != place.next_index or known:
+            known = seen.ended if chunk.finish_reason else seen.flushed
+            if chunk.first_index != seen.next_index or known:
                 return None
-            place.flushed, place.ended = True, chunk.finish_reason != ""
+            seen.flushed, seen.ended = True, chunk.finish_reason != ""
             return chunk
-        known_tokens = max(0, place.next_index - chunk.first_index)
+        known_tokens = max(0, seen.next_index - chunk.first_index)
         if known_tokens >= len(chunk.token_ids):
             return None
-        place.next_index = chunk.first_index + len(chunk.token_ids)
-        place.flushed, place.ended = False, chunk.finish_reason != ""
+        seen.next_index = chunk.first_index + len(chunk.token_ids)
+        seen.flushed, seen.ended = False, chunk.finish_reason != ""
         if not known_tokens:
             return chunk
         return msgspec.structs.replace(
@@ -204,5 +204,5 @@ class _Cursor:
             prompt_logprobs=None,
         )
 
-    def _place(self, choice: int) -> _Place:
-        return self._places.setdefault(choice, _Place(self._from_index))
+    def _seen(self, choice: int) -> _Seen:
+        return self._choices.setdefault(choice, _Seen(self._from_index))

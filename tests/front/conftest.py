@@ -136,18 +136,19 @@ class Engine:
     def __init__(self, ready: Ready) -> None:
         self.ready: Ready | None = ready
         self.told: list[Any] = []
+        self._news = asyncio.Event()
 
     def send(self, command: Any) -> None:
         self.told.append(command)
+        self._news.set()
 
     async def heard(self, kind: type, count: int = 1) -> Any:
-        """The so-manieth command of a kind, once it has come."""
+        """The last of the first `count` commands of a kind, once it has come."""
         async with asyncio.timeout(10):
-            while True:
-                found = [command for command in self.told if isinstance(command, kind)]
-                if len(found) >= count:
-                    return found[count - 1]
-                await asyncio.sleep(0.005)
+            while len(found := [command for command in self.told if isinstance(command, kind)]) < count:
+                self._news.clear()
+                await self._news.wait()
+        return found[count - 1]
 
 
 class Keeper:

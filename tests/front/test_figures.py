@@ -80,7 +80,7 @@ class Scene:
 
     def age_s(self, sla_class: str = "standard", **oldest_wait_ms: int) -> float | None:
         counts = Counts(queued={}, oldest_wait_ms=oldest_wait_ms, held=1, dead=0, totals={})
-        self.figures.looked([self.held], counts)
+        self.figures.counted([self.held], counts)
         found: float | None = self.metrics.registry.get_sample_value(
             "batond_starvation_age_seconds", {"sla_class": sla_class}
         )
