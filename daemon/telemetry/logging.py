@@ -1,6 +1,7 @@
 """Logging: structlog, JSON unless a terminal reads it, ids bound once and present in every line of a task.
 
-Prompts, texts and tokens are never logged. Other libraries' records pass through the same formatter.
+Prompts, texts and tokens are never logged, nor what variables hold where an error came up. Other libraries'
+records pass through the same formatter.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import structlog
+import structlog.tracebacks
 
 if TYPE_CHECKING:
     from structlog.typing import Processor
@@ -37,9 +39,13 @@ def configure_logging(
         structlog.processors.StackInfoRenderer(),
     ]
     last: list[Processor] = (
-        [structlog.dev.ConsoleRenderer(colors=out.isatty())]
+        [
+            structlog.dev.ConsoleRenderer(
+                colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
         if console
-        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        else [structlog.processors.ExceptionRenderer(_tracebacks()), structlog.processors.JSONRenderer()]
     )
     handler = logging.StreamHandler(out)
     handler.setFormatter(
@@ -61,6 +67,11 @@ def configure_logging(
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,  # Tests configure more than once.
     )
+
+
+def _tracebacks() -> structlog.tracebacks.ExceptionDictTransformer:
+    """Tracebacks for JSON. Theirs would show the variables of every frame: prompts, tokens."""
+    return structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import urllib.request
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import structlog
@@ -54,6 +54,25 @@ def test_lines_are_json_with_bound_ids_and_tracebacks_of_any_library() -> None:
     assert (first["level"], first["logger"]) == ("info", "batond.front")
     assert second["job_id"] == "j1"
     assert second["exception"][0]["exc_type"] == "ZeroDivisionError"
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_a_traceback_shows_no_variables(log_format: Literal["json", "console"]) -> None:
+    """They hold prompts, outputs and tokens, which are never logged."""
+    stream = io.StringIO()
+    configure_logging("info", log_format, stream)
+
+    def answer(prompt: str) -> None:
+        raise ZeroDivisionError(str(len(prompt)))
+
+    try:
+        answer("terces ym"[::-1])  # A traceback quotes this line.
+    except ZeroDivisionError as error:
+        get_logger("batond.front").error("call_failed", exc_info=error)
+        logging.getLogger("batond.engine").exception("query failed")
+    assert stream.getvalue().count("ZeroDivisionError") >= 2
+    assert "in answer" in stream.getvalue() or '"name": "answer"' in stream.getvalue()
+    assert "my secret" not in stream.getvalue()
 
 
 def test_a_terminal_gets_text() -> None:
