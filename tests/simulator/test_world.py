@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from batond.daemon.errors import ConfigError
 from batond.daemon.queue.limits import TenantLimits
-from batond.daemon.simulator.report import report, ttft_s
+from batond.daemon.simulator.report import report, tpot_s, ttft_s
 from batond.daemon.simulator.setup import Setup
 from batond.daemon.simulator.trace import Request
 from batond.daemon.simulator.world import saturated_s
@@ -187,3 +188,19 @@ def test_a_full_queue_refuses(simulate: Callable[..., Outcome]) -> None:
     requests = [Request(0.0, 20, 100, f"t{number}") for number in range(10)]
     outcome = simulate(requests, max_queued=7)
     assert [query.refused for query in outcome.queries] == [False] * 7 + [True] * 3
+
+
+def test_auto_chunks_leave_a_running_request_its_pace(simulate: Callable[..., Outcome]) -> None:
+    """Long prompts beside an urgent output: auto keeps to its target, a large number of tokens does not."""
+    urgent = Request(0.0, 10, 60, "a", "interactive")
+    prompts = [Request(0.2, 3000, 1, "b", "batch") for _ in range(50)]
+    auto, large = (simulate([urgent, *prompts], chunk_tokens=tokens) for tokens in ("auto", 20_000))
+    target_s = auto.queries[0].sla.tpot_target_s
+    assert 0.5 * target_s < tpot_s(auto.queries[0]) <= target_s < tpot_s(large.queries[0])
+    assert all(query.served for query in auto.queries)
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_chunks_of_no_tokens_are_refused(costs: StepCosts, tokens: int) -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens"):
+        Setup(costs=costs, chunk_tokens=tokens)
