@@ -28,7 +28,7 @@ demo: $(STAMP) ## Two tenants fill the batch, an urgent job gets in, the parked 
 test: lint types proto-check unit ## Everything CI runs: lint, types, generated code, all tests
 
 test-fast: $(STAMP) ## The tests that take less than ten seconds each
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu' $(ARGS)
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not slow and not gpu' $(ARGS)
 
 lint: $(STAMP) ## Formatting and lint (ruff), and which folder may import which (import-linter)
 	@echo '== lint'
@@ -45,10 +45,10 @@ proto-check: $(STAMP) ## Generate the protobuf modules anew and compare them wit
 	@echo '== proto-check'
 	@$(BIN)/python proto/generate.py --check
 
-# loadfile keeps a file's tests in one process, so that a model or Redis fixture of module scope starts once.
+# worksteal keeps neighbours in one process, so that most fixtures of module scope start once, and lets no process idle at the end.
 unit: $(STAMP) ## All tests that need no GPU, the slow ones included
 	@echo '== unit'
-	@$(PYTEST) -n $(WORKERS) --dist loadfile -m 'not gpu' $(ARGS)
+	@$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not gpu' $(ARGS)
 
 wheel-check: $(STAMP) ## Build the wheel, look into it, install it alone in an empty venv and start it
 	@$(PYTEST) tests/packaging $(ARGS)
