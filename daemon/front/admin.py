@@ -19,6 +19,8 @@ from batond.v1 import admin_pb2, admin_pb2_grpc
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from google.protobuf.duration_pb2 import Duration
+
     from batond.daemon.front.calls import Calls
     from batond.daemon.front.dispatcher import Dispatcher
     from batond.daemon.front.identity import Tenant
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 LIBRARIES = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "redis", "msgspec")
 DEFAULT_INTERVAL_S = 0.25
 LEAST_INTERVAL_S = 0.05
+LONGEST_S = 10**9  # 31 years: what is longer is a wrong unit.
 
 _log = get_logger(__name__)
 
@@ -85,10 +88,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Stream the batch as it changes."""
 
         async def handle(_: Tenant) -> None:
-            asked_s = request.min_interval.ToTimedelta().total_seconds()
-            interval_s = (
-                max(asked_s, LEAST_INTERVAL_S) if request.HasField("min_interval") else DEFAULT_INTERVAL_S
-            )
+            interval_s = DEFAULT_INTERVAL_S
+            if request.HasField("min_interval"):
+                interval_s = max(_seconds(request.min_interval, "min_interval"), LEAST_INTERVAL_S)
             while True:
                 shot = self._dispatcher.snapshot
                 if shot is not None:
@@ -138,7 +140,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Stop intake and end the daemon when it is empty, or after the time-out."""
 
         async def handle(_: Tenant) -> admin_pb2.DrainResponse:
-            timeout_s = request.timeout.ToTimedelta().total_seconds() if request.HasField("timeout") else None
+            timeout_s = _seconds(request.timeout, "timeout") if request.HasField("timeout") else None
             running = self._dispatcher.running_jobs
             self._state.request_stop(timeout_s)
             return admin_pb2.DrainResponse(running_jobs=running)
@@ -300,6 +302,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 def _job_named(request: admin_pb2.ParkJobRequest | admin_pb2.ResumeJobRequest) -> str:
     return f"{request.tenant}/{request.job_id}"
+
+
+def _seconds(asked: Duration, field: str) -> float:
+    """A time an administrator gave.
+
+    Raises:
+        InvalidRequestError: It is negative, or none.
+    """
+    nanoseconds = int(asked.seconds) * 10**9 + asked.nanos
+    if not 0 <= nanoseconds <= LONGEST_S * 10**9:
+        raise InvalidRequestError(f"{field} must be from 0 to {LONGEST_S} seconds", field=field)
+    return nanoseconds / 1e9
 
 
 def _version(package: str) -> str:
