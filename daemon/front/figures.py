@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from batond.daemon.front.held import choice_of
+from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.wire.messages import (
     CommandResult,
     Finished,
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from batond.daemon.telemetry.metrics import Metrics
     from batond.daemon.wire.messages import QueryEvent
 
+#: Labels for names that stand in Redis are bounded.
+_MOST_STRANGE: Final = 16
+
+_log = get_logger(__name__)
+
 
 class Figures:
     """Turns what happens to held jobs into metrics.
@@ -36,6 +42,7 @@ class Figures:
 
     def __init__(self, metrics: Metrics, classes: Collection[str]) -> None:
         self._metrics, self._classes = metrics, tuple(classes)
+        self._strange: list[str] = []  # Classes that this daemon does not serve, and in which jobs waited.
 
     def heard(self, held: HeldJob, event: QueryEvent) -> None:
         """Observe an event of a job, before the job takes it in."""
@@ -88,7 +95,8 @@ class Figures:
     def counted(self, held: Iterable[HeldJob], counts: Counts) -> None:
         """The queue was counted: show how many wait, and who has been without a row for longest, by class."""
         self._metrics.queued_jobs.set(sum(counts.queued.values()))
-        now_s, ages_s = time.monotonic(), dict.fromkeys(self._classes, 0.0)
+        self._find_strange(counts)
+        now_s, ages_s = time.monotonic(), dict.fromkeys((*self._classes, *self._strange), 0.0)
         for sla_class, wait_ms in counts.oldest_wait_ms.items():
             if sla_class in ages_s:
                 ages_s[sla_class] = wait_ms / 1000
@@ -100,6 +108,14 @@ class Figures:
                     ages_s[sla_class] = max(ages_s[sla_class], now_s - rowless_s)
         for sla_class, age_s in ages_s.items():
             self._metrics.starvation_age.labels(sla_class).set(age_s)
+
+    def _find_strange(self, counts: Counts) -> None:
+        """Say once that nobody here serves a class: it was taken out of the configuration, and jobs wait."""
+        for sla_class, jobs in counts.queued.items():
+            known = sla_class in self._classes or sla_class in self._strange
+            if jobs and not known and len(self._strange) < _MOST_STRANGE:
+                self._strange.append(sla_class)
+                _log.warning("class_not_served", sla_class=sla_class, waiting=jobs)
 
     def _got_row(self, held: HeldJob, times: ChoiceTimes, now_s: float) -> None:
         """A choice has a row again, or needs none any more."""

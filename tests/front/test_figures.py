@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import structlog.testing
 
 from batond.daemon.front import figures as figures_module
 from batond.daemon.front import held as held_module
@@ -151,6 +152,22 @@ def test_the_starvation_age_is_that_of_whoever_has_been_without_a_row_for_longes
     scene.at(18.0, scene.parked("manual"))
     scene.now_s = 99.0
     assert scene.age_s() == 0.0, "the operator wants it so"
+
+
+def test_jobs_of_a_class_that_is_served_no_more_are_seen_to_starve(scene: Scene) -> None:
+    """S8: taken out of the configuration while jobs waited; said once, and shown until they are gone."""
+    waiting = Counts(queued={"gone": 2}, oldest_wait_ms={"gone": 90_000}, held=0, dead=0, totals={})
+    with structlog.testing.capture_logs() as lines:
+        scene.figures.counted([], waiting)
+        scene.figures.counted([], waiting)
+    assert (
+        scene.metrics.registry.get_sample_value("batond_starvation_age_seconds", {"sla_class": "gone"})
+        == 90.0
+    )
+    assert [(line["event"], line["sla_class"], line["waiting"]) for line in lines] == [
+        ("class_not_served", "gone", 2)
+    ]
+    assert scene.age_s("gone") == 0.0
 
 
 def test_after_the_death_of_an_engine_everybody_waits_for_a_row(scene: Scene) -> None:
