@@ -67,7 +67,8 @@ def test_a_hint_that_proves_wrong_costs_the_copy_alone(
         engine.step()
         engine.check_integrity()
     finish(engine, query, solo, llama)
-    assert engine.counters["loads_ahead_used"] <= engine.counters["loads_ahead"]
+    assert engine.counters["loads_ahead_used"] < engine.counters["loads_ahead"]
+    assert engine.residency.store.stats.aborted == 1
     assert query.recomputed_tokens == 0
 
 
