@@ -582,7 +582,10 @@ def _new_store(device: torch.device, host_pool_bytes: int, *, poison: bool) -> P
 def _as_policy(policy: str | Policy) -> Policy:
     if isinstance(policy, str):
         return load_policy(policy)
-    if not callable(getattr(policy, "rank", None)):
+    methods = ("rank", "may_preempt", "on_tokens")
+    lacks = [method for method in methods if not callable(getattr(policy, method, None))]
+    # A class has them too, and each call of one fails: `priority` would decide for ever.
+    if lacks or isinstance(policy, type) or not isinstance(policy.name, str):
         raise ConfigError(f"policy must be a policy or the name of one, not {policy!r}", field="policy")
     return policy
 

@@ -126,6 +126,15 @@ def test_an_unknown_policy_changes_nothing(llama: Any, make_engine: MakeEngine) 
     assert engine.counters["policy_changes"] == 0
 
 
+@pytest.mark.parametrize("wrong", [Fcfs, object(), None, 3])
+def test_what_is_no_policy_changes_nothing(llama: Any, make_engine: MakeEngine, wrong: Any) -> None:
+    """A class is none either: each call of it would fail, and be somebody else's decision."""
+    engine = make_engine(llama, rows=1, policy="fair")
+    with pytest.raises(ConfigError, match="must be a policy"):
+        engine.set_policy(wrong)
+    assert engine.planner.policy.name == "fair"
+
+
 def test_the_engine_process_exchanges_the_policy(llama: Any, make_engine: MakeEngine) -> None:
     """SetPolicy is answered, and the snapshot shows the policy."""
     engine = make_engine(llama)
