@@ -165,6 +165,8 @@ class Line:
         pending: list[QueryView] = []
         parked: list[QueryView] = []
         for query in self._pending.values():
+            # Who comes, or has changed its class, may move others: all do before any two are compared.
+            self._ranked(query)
             (parked if in_parked_line(query) else pending).append(query)
         for query in pending:
             self._place(query)

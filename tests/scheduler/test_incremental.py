@@ -144,6 +144,25 @@ def test_order_after_any_history_is_the_plain_order(name: str, *, lines: bool) -
                 assert len(claims) <= EXACT_UP_TO
 
 
+def test_places_that_change_while_others_are_taken_are_seen_in_the_same_step(views: Views) -> None:
+    """Under `fair` a query that leaves a class by an update lets those behind it in its old line move up."""
+    policy = load_policy("fair")
+    line = Line(policy)
+    first, second = (views.waiting("standard", prompt=100, tenant="a") for _ in range(2))
+    other = views.waiting("standard", prompt=50, tenant="b")
+    behind = views.waiting("standard", prompt=50, tenant="b")
+    came = views.waiting("batch", prompt=10, tenant="a")
+    queries = {query.query_id: query for query in (first, second, other, behind, came)}
+    for query in queries.values():
+        line.put(query)
+    line.settle(100.0)
+    for query, order in ((came, 1), (first, 2)):
+        queries[query.query_id] = moved = replace(query, class_order=order)
+        line.put(moved)
+    line.settle(100.0)
+    assert [query.query_id for query in Walk(line)] == plain_order(queries.values(), policy, 100.0)
+
+
 class Twin(Planner):
     """Plans twice, from scratch and from a line that is kept; both must be the same."""
 
