@@ -162,12 +162,7 @@ class Line:
         self._now_s = now_s
         count = EXACT_UP_TO if len(self._rota) <= EXACT_UP_TO else RENEWED_A_STEP
         turns = list(islice(self._rota.items(), count))
-        pending: list[QueryView] = []
-        parked: list[QueryView] = []
-        for query in self._pending.values():
-            # Who comes, or has changed its class, may move others: all do before any two are compared.
-            self._ranked(query)
-            (parked if in_parked_line(query) else pending).append(query)
+        pending, parked = self._newcomers()
         for query in pending:
             self._place(query)
         for seq, lane in turns:
@@ -228,6 +223,17 @@ class Line:
             self.parked_bytes += sign * query.reserved_bytes
         if query.phase is Phase.READY and not query.held:
             self.ready[query.class_order] += sign
+
+    def _newcomers(self) -> tuple[list[QueryView], list[QueryView]]:
+        """Who has no place yet, fresh and parked."""
+        pending: list[QueryView] = []
+        parked: list[QueryView] = []
+        for query in self._pending.values():
+            if self._claims:
+                # Who comes, or has changed its class, may move others: all do before any two are compared.
+                self._ranked(query)
+            (parked if in_parked_line(query) else pending).append(query)
+        return pending, parked
 
     def _place(self, query: QueryView) -> None:
         """Give a new claim its place; nothing has changed if the policy raises."""
