@@ -144,8 +144,11 @@ def logprobs_table(job: JobInfo) -> Table:
 
 def jobs_table(jobs: Iterable[JobInfo]) -> Table:
     """Draws a listing."""
+    jobs = list(jobs)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("job", "state", "class"):
+    # Ids are what the other commands are given: on a narrow terminal something else is cut.
+    table.add_column("job", no_wrap=True, min_width=max((len(job.job_id) for job in jobs), default=0))
+    for name in ("state", "class"):
         table.add_column(name, no_wrap=True)
     for name in ("tokens", "preemptions"):
         table.add_column(name, justify="right", no_wrap=True)

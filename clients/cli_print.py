@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,14 @@ if TYPE_CHECKING:
     from batond.clients.stream import JobStream
 
 
+#: Columns of a table that goes to a pipe or a file, where there is no edge to cut it at.
+PIPE_COLUMNS = 400
+
+
 def console() -> Console:
     """Where tables go."""
-    return Console(highlight=False, soft_wrap=False)
+    narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, soft_wrap=False, width=None if narrow else PIPE_COLUMNS)
 
 
 def follow(stream: JobStream, *, as_json: bool, verbose: bool = False) -> None:

@@ -5,7 +5,7 @@ BatondClientError
 │   ├── InvalidRequestError     change the request; `fields` names what is wrong (also raised before sending)
 │   ├── NotFoundError           check the id or the model's name
 │   ├── AlreadyExistsError      the id belongs to a job with another body: use another id
-│   ├── WrongStateError         look at the job, then decide
+│   ├── WrongStateError         look at its state, then decide
 │   └── UnsupportedCallError    the daemon doesn't know this call: use a client of its version
 ├── AccessError
 │   ├── UnauthenticatedError    give a valid token or client certificate
@@ -99,13 +99,13 @@ class NotFoundError(RequestError, LookupError):
 class AlreadyExistsError(RequestError):
     """The id belongs to a job with another body."""
 
-    hint = "use another job id, or the same request"
+    hint = "use another id or name, or repeat the very same request"
 
 
 class WrongStateError(RequestError):
     """The job is in a state in which this can't be done."""
 
-    hint = "look at the job, then decide"
+    hint = "look at its state, then decide"
 
 
 class UnsupportedCallError(RequestError):
@@ -137,7 +137,9 @@ class RetryLaterError(BatondClientError):
 class UnavailableError(RetryLaterError):
     """The daemon is away, loading or draining."""
 
-    hint = "check that the daemon runs and is reached by this address, or retry later"
+    hint = (
+        "check that the daemon runs and is reached by this address (with TLS, if it has it), or retry later"
+    )
 
 
 class ExhaustedError(RetryLaterError):

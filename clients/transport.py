@@ -85,7 +85,7 @@ def connection(
     """Works out how to reach `target`.
 
     Args:
-        target: "host:port", "unix:///path" or a bare absolute path of a socket.
+        target: "host:port", "unix:///path" or a socket's path, if relative with a slash ("./admin.sock").
         token: A tenant's bearer token.
         tls: None is plain text.
         allow_plaintext_token: Send the token over plain TCP to another host all the same.
@@ -95,6 +95,8 @@ def connection(
     """
     if target.startswith("/"):
         target = f"unix://{target}"
+    elif "/" in target and ":" not in target:  # Neither scheme nor port: a relative path.
+        target = f"unix:{target}"
     local = _is_local(target)
     metadata: tuple[tuple[str, str], ...] = ()
     if token is not None:

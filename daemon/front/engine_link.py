@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import time
@@ -168,6 +169,8 @@ class EngineLink:
                 str(theirs.fileno()),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
+                # transformers draws a bar for GGUF files, asked or not: between the lines of the log.
+                env={"TQDM_DISABLE": "1", **os.environ},
             )
         self._heard_s = time.monotonic()
         self._channel = await FrontChannel.open(ours)

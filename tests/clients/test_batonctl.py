@@ -169,6 +169,16 @@ def test_list(daemon: Any, batonctl: Callable[..., Result]) -> None:
     assert list(daemon.calls[-1][1].states) == [types_pb2.JOB_STATE_QUEUED, types_pb2.JOB_STATE_PARKED]
 
 
+def test_ids_are_never_cut(batonctl: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other commands take the ids: they are whole on a narrow terminal, and in a pipe everything is."""
+    job_id = "88f87eb8-ae0a-4358-9ec5-18043a93d92f"
+    batonctl("submit", "x", "--id", job_id, "-c", "interactive")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert batonctl("list").out.splitlines()[1].split()[0] == job_id
+    monkeypatch.delenv("COLUMNS")
+    assert "…" not in batonctl("list").out
+
+
 def test_steering(daemon: Any, batonctl: Callable[..., Result]) -> None:
     batonctl("submit", "x", "--id", "j")
     assert batonctl("park", "j", "--tenant", "t0").out == "j parked\n"

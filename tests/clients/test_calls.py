@@ -229,7 +229,7 @@ def test_the_token_does_not_cross_a_network_in_plain_text(connect: Any, target: 
 
 
 @pytest.mark.parametrize(
-    "target", ["localhost:1", "127.0.0.2:1", "[::1]:1", "unix:///run/x.sock", "/run/x.sock"]
+    "target", ["localhost:1", "127.0.0.2:1", "[::1]:1", "unix:///run/x.sock", "/run/x.sock", "./x.sock"]
 )
 def test_the_token_goes_to_this_machine(connect: Any, target: str) -> None:
     connect(target, token="s3cret")

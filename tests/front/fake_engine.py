@@ -1,8 +1,8 @@
 """An engine process that speaks the wire and computes nothing: `python fake_engine.py MODE FD`.
 
 Modes: `serve` answers every Submit with its tokens; `fail` cannot load; `hang` loads for ever; `garbage`
-breaks the framing after Ready; `deaf` ignores Stop. A Cancel of the id `die` kills the process without a
-word, as the kernel would.
+breaks the framing after Ready; `deaf` ignores Stop; `bars` says whether progress bars are off. A Cancel of
+the id `die` kills the process without a word, as the kernel would.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def obey(channel: EngineChannel, command: Command, mode: str) -> bool:
 def main(mode: str, fd: int) -> int:
     channel = EngineChannel(fd)
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineSettings)
-    channel.send(Loading(note="reading"))
+    channel.send(Loading(note=os.environ.get("TQDM_DISABLE", "unset") if mode == "bars" else "reading"))
     if mode == "fail":
         channel.send(LoadFailed(reason="UNSUPPORTED_MODEL", message="it has no cache"))
         return 2

@@ -91,6 +91,18 @@ def submit(query_id: str, emitted: list[int]) -> Submit:
     )
 
 
+async def test_progress_bars_stay_out_of_the_log(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard error is one JSON object a line, GGUF files or not."""
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    link = link_to("bars")
+    task = asyncio.create_task(link.run(ear))
+    await ear.until(lambda: "up fake" in ear.notes)
+    assert ear.notes[0] == "loading 1"
+    await link.stop()
+    async with asyncio.timeout(TIMEOUT_S):
+        await task
+
+
 async def test_the_settings_go_in_and_events_come_out(link: EngineLink, ear: Ear) -> None:
     assert ear.notes[:2] == ["loading reading", "up fake"]
     assert link.ready is not None
