@@ -13,8 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
-from batond.daemon.config_load import engine_settings, load_settings, parse_assignments, redacted
+from batond.daemon.config_load import (
+    engine_settings,
+    load_settings,
+    parse_assignments,
+    read_tls_files,
+    redacted,
+)
 from batond.daemon.errors import BatondError, ConfigError
+from batond.daemon.queue.connection import open_sync
 from batond.daemon.simulator.command import simulate
 from batond.daemon.telemetry.logging import configure_logging
 from batond.policies.registry import check_configured, load_policy
@@ -54,23 +61,68 @@ def _root(
     """A preemptive multi-tenant scheduling daemon for LLM inference."""
 
 
+Model = Annotated[str, typer.Option(help="Local folder, .gguf file, or smollm2.")]
+Rows = Annotated[int | None, typer.Option(help="Rows of the batch.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Listen = Annotated[list[str] | None, typer.Option(help="host:port or unix:/path; may be repeated.")]
+Policy = Annotated[str, typer.Option(help="Scheduling policy.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
 @app.command()
 def serve(  # noqa: PLR0917 - typer passes by name
     config: Config = None,
-    model: Annotated[str, typer.Option(help="Local folder, .gguf file, or smollm2.")] = "",
-    rows: Annotated[int | None, typer.Option(help="Rows of the batch.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "",
-    listen: Annotated[
-        list[str] | None, typer.Option(help="host:port or unix:/path; may be repeated.")
-    ] = None,
-    policy: Annotated[str, typer.Option(help="Scheduling policy.")] = "",
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "",
+    model: Model = "",
+    rows: Rows = None,
+    device: Device = "",
+    listen: Listen = None,
+    policy: Policy = "",
+    log_level: LogLevel = "",
     assign: Assignments = None,
 ) -> None:
     """Serve a model until SIGTERM, which drains; a second one ends at once.
 
     Flags go before the environment (BATOND_SECTION__KEY), which goes before the file.
     """
+    settings = load_settings(config, _flags(assign, model, rows, device, listen, policy, log_level))
+    configure_logging(settings.log.level, settings.log.format)
+    from batond.daemon.front.app import serve as serve_forever  # noqa: PLC0415 - takes a second
+
+    asyncio.run(serve_forever(settings))
+
+
+@app.command("check-config")
+def check_config(  # noqa: PLR0917 - typer passes by name
+    config: Config = None,
+    model: Model = "",
+    rows: Rows = None,
+    device: Device = "",
+    listen: Listen = None,
+    policy: Policy = "",
+    log_level: LogLevel = "",
+    assign: Assignments = None,
+) -> None:
+    """Check the configuration and show it as resolved, secrets left out. Takes the flags of `serve`."""
+    settings = load_settings(config, _flags(assign, model, rows, device, listen, policy, log_level))
+    engine_settings(settings)  # Finds the weights.
+    load_policy(settings.engine.policy)
+    check_configured(settings.policy_options)
+    read_tls_files(settings.tls)
+    if url := settings.queue.url.get_secret_value():
+        open_sync(url).close()  # Reads the URL; nothing is connected before the first command.
+    typer.echo(json.dumps(redacted(settings), indent=2, default=str))
+
+
+def _flags(  # noqa: PLR0917 - the two commands' own order
+    assign: list[str] | None,
+    model: str,
+    rows: int | None,
+    device: str,
+    listen: list[str] | None,
+    policy: str,
+    log_level: str,
+) -> dict[str, Any]:
+    """What was given on the command line, as the configuration has it."""
     flags = parse_assignments(assign or [])
     for section, key, value in (
         ("model", "path", model or None),
@@ -82,21 +134,7 @@ def serve(  # noqa: PLR0917 - typer passes by name
     ):
         if value is not None:
             flags.setdefault(section, {})[key] = value
-    settings = load_settings(config, flags)
-    configure_logging(settings.log.level, settings.log.format)
-    from batond.daemon.front.app import serve as serve_forever  # noqa: PLC0415 - takes a second
-
-    asyncio.run(serve_forever(settings))
-
-
-@app.command("check-config")
-def check_config(config: Config = None, assign: Assignments = None) -> None:
-    """Check the configuration and show it as resolved, secrets left out."""
-    settings = load_settings(config, parse_assignments(assign or []))
-    engine_settings(settings)  # Finds the weights.
-    load_policy(settings.engine.policy)
-    check_configured(settings.policy_options)
-    typer.echo(json.dumps(redacted(settings), indent=2, default=str))
+    return flags
 
 
 @app.command("hash-token")

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from batond.daemon.config import is_local
+from batond.daemon.config_load import read_tls_files
 from batond.daemon.errors import ConfigError
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
@@ -108,16 +109,12 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 def _credentials(settings: Settings) -> grpc.ServerCredentials | None:
-    tls = settings.tls
-    if tls.cert_file is None or tls.key_file is None:
+    files = read_tls_files(settings.tls)
+    if files is None:
         return None
-    try:
-        pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
-        authority = tls.client_ca_file.read_bytes() if tls.client_ca_file is not None else None
-    except OSError as error:
-        raise ConfigError(f"can't read the TLS files: {error}") from error
+    key, chain, authority = files
     return grpc.ssl_server_credentials(
-        [pair], root_certificates=authority, require_client_auth=authority is not None
+        [(key, chain)], root_certificates=authority, require_client_auth=authority is not None
     )
 
 
