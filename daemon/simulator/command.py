@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 _DEFAULTS = Setup(costs=load_costs("h100"))
 _LIMITS = PlannerLimits()
+PIPE_COLUMNS = 400
 
 Trace = Annotated[
     Path, typer.Argument(help="CSV: arrival_s,prompt_tokens,output_tokens[,tenant][,class][,time_limit_s].")
@@ -119,7 +122,9 @@ def simulate(  # noqa: PLR0917 - typer passes by name
         about = {"requests": len(requests), "arriving_s": arriving_s, "load": load or None, "seed": seed}
         typer.echo(as_json(reports, **about))
     else:
-        console = Console()
+        # A pipe or a file has no edge at which figures would be cut.
+        narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+        console = Console(width=None if narrow else PIPE_COLUMNS)
         scaled = f", {load:g} of capacity" if load else ""
         console.print(f"{len(requests)} requests in {arriving_s:.0f} s{scaled}")
         print_tables(console, reports)

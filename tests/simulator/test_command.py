@@ -53,6 +53,13 @@ def test_policies_stand_side_by_side(trace: Path) -> None:
         assert word in said
 
 
+def test_no_figure_is_cut_in_a_pipe(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    result = CliRunner().invoke(app, ["simulate", str(trace), "--costs", "cpu"])
+    assert "starved s" in result.stdout
+    assert "…" not in result.stdout
+
+
 def test_json_has_every_figure_and_no_nan(trace: Path) -> None:
     said = json.loads(
         simulate(trace, "--policy", "fcfs", "--rows", 4, "--costs", "cpu", "--json"),
