@@ -132,6 +132,8 @@ def run(console: Console) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="batond-demo-") as name:
         daemon = LocalDaemon(Path(name), list(LONG_PROMPTS), model={"path": "smollm2"}, engine=engine)
         try:
+            if not console.is_terminal:  # There a status line says nothing.
+                console.print("starting Redis, loading the model ...")
             with console.status("starting Redis, loading the model"):
                 info = daemon.wait_ready()
             console.print(

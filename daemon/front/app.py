@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import socket
+import time
 import uuid
 from typing import TYPE_CHECKING
 
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from batond.daemon.wire.messages import Ready, StepEvents
 
 EXTEND_START_S = 30.0
+NOTE_EVERY_S = 10.0  # In the log, while the model loads.
 WATCHDOG_EVERY_S = 0.5
 CLOSE_STREAMS_S = 1.0
 
@@ -57,11 +60,15 @@ class EngineListener:
         self._notifier = notifier
         self.dispatcher: Dispatcher | None = None
         self.first_ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._noted_s = -math.inf
 
     def engine_loading(self, note: str) -> None:
-        """See EngineHandler."""
+        """See EngineHandler. The notes come every two seconds; the log gets one now and then."""
         self._notifier.loading(note, EXTEND_START_S)
-        _log.info("engine_loading", note=note)
+        now_s = time.monotonic()
+        if now_s - self._noted_s >= NOTE_EVERY_S:
+            self._noted_s = now_s
+            _log.info("engine_loading", note=note)
 
     def engine_up(self, ready: Ready) -> None:
         """See EngineHandler."""

@@ -112,6 +112,17 @@ def test_faults_are_named_with_place_and_remedy(tmp_path: Path, text: str, messa
     assert "secret-in-clear" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["chunk_tokens", "host_pool_bytes"])
+def test_a_value_of_several_kinds_fails_once_and_in_words(tmp_path: Path, key: str) -> None:
+    """The names of pydantic's kinds stand for nothing that a file could hold."""
+    with pytest.raises(ConfigError) as caught:
+        load_settings(_file(tmp_path, f"[engine]\n{key} = 'fast'"))
+    message = caught.value.message
+    assert message.startswith(f"engine.{key}: Input should be 'auto', or: ")
+    assert message.count("'fast'") == 1
+    assert not any(kind in message for kind in ("literal", "constrained", "union", "function"))
+
+
 def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.rows.*; .*log\.level"):
         load_settings(_file(tmp_path, "[engine]\nrows = 0\n[log]\nlevel = 'loud'\n"))
