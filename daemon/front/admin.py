@@ -134,7 +134,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         owner = request.tenant or tenant.name
         record = await self._store.get(owner, request.job_id)
         await act(record.tenant, record.job_id)
-        return convert.job(await self._store.get(owner, request.job_id))
+        record = await self._store.get(owner, request.job_id)
+        return convert.job(record, now_ms=self._store.now_ms)
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         """Stop intake and end the daemon when it is empty, or after the time-out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Final
 
 from google.protobuf import duration_pb2, timestamp_pb2
@@ -65,9 +64,9 @@ def duration(seconds: float) -> duration_pb2.Duration:
     return span
 
 
-def queue_time_s(record: JobRecord) -> float:
-    """From being accepted to the first row, or until now."""
-    end_ms = record.started_ms or record.finished_ms or time.time() * 1000
+def queue_time_s(record: JobRecord, now_ms: float) -> float:
+    """From being accepted to the first row, or until now by the clock of Redis."""
+    end_ms = record.started_ms or record.finished_ms or now_ms
     return max(end_ms - record.created_ms, 0) / 1000
 
 
@@ -75,6 +74,7 @@ def job(
     record: JobRecord,
     chunks: Sequence[Chunk] = (),
     *,
+    now_ms: float,
     place: Place | None = None,
     spec: JobSpec | None = None,
 ) -> types_pb2.Job:
@@ -83,6 +83,7 @@ def job(
     Args:
         record: Its record.
         chunks: Its output, if it shall be included, that of each choice in order.
+        now_ms: By the clock of Redis.
         place: Where it stands, if it waits and that is known.
         spec: What it runs; without it, labels and the class that was asked for are left out.
     """
@@ -93,7 +94,7 @@ def job(
         state=STATES[record.state],
         sla_class=spec.asked_class if spec else "",
         effective_sla_class=record.sla_class,
-        queue_time=duration(queue_time_s(record)),
+        queue_time=duration(queue_time_s(record, now_ms)),
         queue_position=0 if place is None else place.ahead + 1,
         preemptions=record.preemptions,
         recomputed_tokens=record.recomputed_tokens,
@@ -208,7 +209,7 @@ def stream_event(
             shown.resumed.SetInParent()
             shown.resumed.choice, shown.resumed.reason = event.choice, event.reason
         case _:
-            shown.finished.job.CopyFrom(ended or job(event.record))
+            shown.finished.job.CopyFrom(ended or job(event.record, now_ms=event.record.finished_ms))
     return shown
 
 

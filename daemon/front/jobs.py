@@ -142,7 +142,9 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             size = min(request.page_size or DEFAULT_PAGE, MOST_PAGE)
             page = await self._store.list_jobs(tenant.name, cursor=request.page_token, limit=size)
             wanted = {stored for shown in request.states for stored in convert.STORED_STATES.get(shown, ())}
-            jobs = [convert.job(record) for record in page.jobs if not wanted or record.state in wanted]
+            now_ms = self._store.now_ms
+            kept = [record for record in page.jobs if not wanted or record.state in wanted]
+            jobs = [convert.job(record, now_ms=now_ms) for record in kept]
             return jobs_pb2.ListJobsResponse(jobs=jobs, next_page_token=page.next_cursor)
 
         return await self._calls.answer("ListJobs", context, handle)
@@ -249,7 +251,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
                 prompt = (await self._store.get_spec(*name)).prompt_token_ids
             shown = convert.stream_event(event, sequence, ended=ended, prompt_token_ids=prompt)
             if isinstance(event, GotRow):
-                waited_s = convert.queue_time_s(await self._store.get(*name))
+                waited_s = convert.queue_time_s(await self._store.get(*name), self._store.now_ms)
                 shown.started.queue_time.CopyFrom(convert.duration(waited_s))
             await context.write(response(event=shown))
             sequence += 1
@@ -280,7 +282,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         place = None
         if record.state is JobState.QUEUED:
             place = await self._store.place(record.tenant, record.job_id)
-        return convert.job(record, chunks, place=place, spec=spec)
+        return convert.job(record, chunks, now_ms=self._store.now_ms, place=place, spec=spec)
 
     def _tidy(self, work: Awaitable[Any]) -> None:
         async def quietly() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import quote
 
@@ -56,6 +57,15 @@ class JobReader:
         self._client = client
         self.keys = Keys(model)
         self.classes = tuple(classes)
+        self._ahead_ms = 0.0
+
+    @property
+    def now_ms(self) -> float:
+        """What the clock of Redis shows, as of the last claim; the times in records are its."""
+        return time.time() * 1000 + self._ahead_ms
+
+    def _note_clock(self, now_ms: int) -> None:
+        self._ahead_ms = now_ms - time.time() * 1000
 
     async def _call(self, name: str, *args: Argument) -> Any:
         return await call(self._client, self.keys, name, *args)

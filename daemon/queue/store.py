@@ -238,6 +238,7 @@ class JobStore(JobReader):
             now_ms, reply, rests = await self._call(
                 "claim", owner, lease_ms, shares, len(held), *held, *rooms
             )
+            self._note_clock(int(now_ms))
             for tenant, quota in rests:
                 on_rest(unquote(tenant.decode()), quota.decode())
             jobs = []

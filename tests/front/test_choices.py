@@ -197,7 +197,7 @@ def test_the_job_shows_its_choices_if_there_are_several(hold: Hold, choices: int
         Chunk(first_index=1, token_ids=[2], text="b"),
         Chunk(first_index=0, token_ids=[3], text="c", choice=1, logprobs=[ONE], finish_reason="stop"),
     ][: choices + 1]
-    shown = convert.job(record, chunks)
+    shown = convert.job(record, chunks, now_ms=0.0)
     assert (list(shown.output_token_ids), shown.text) == ([1, 2], "ab")
     assert shown.output_tokens == 1 + choices
     if choices == 1:

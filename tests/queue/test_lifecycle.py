@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
 from batond.daemon.errors import ConflictError, ExhaustedError, InvalidRequestError, NotFoundError, StateError
+from batond.daemon.front import convert
 from batond.daemon.queue import JobState, NoticeKind
 
 if TYPE_CHECKING:
@@ -238,3 +240,16 @@ async def test_list_pages_newest_first(queue: Queue) -> None:
     for bad in ({"cursor": "-inf"}, {"cursor": "x"}, {"limit": 0}, {"limit": 1001}):
         with pytest.raises(InvalidRequestError):
             await queue.store.list_jobs("t", **bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong_s", [-300.0, 0.0, 300.0])
+async def test_waiting_is_told_by_the_clock_of_redis(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, wrong_s: float
+) -> None:
+    """D11: a daemon whose clock is wrong by minutes shows what the job waited all the same."""
+    true_time = time.time
+    monkeypatch.setattr("batond.daemon.queue.reader.time.time", lambda: true_time() + wrong_s)
+    assert await queue.claim() == []
+    await queue.submit("a")
+    record = await queue.store.get("t", "a")
+    assert 0 <= convert.queue_time_s(record, queue.store.now_ms) < 60
