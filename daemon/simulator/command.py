@@ -14,7 +14,14 @@ from rich.progress import Progress
 from batond.daemon.errors import ConfigError
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.simulator.costs import load_costs
-from batond.daemon.simulator.options import classes_with, known_classes, numbers, pairs, tenant_limits
+from batond.daemon.simulator.options import (
+    classes_with,
+    known_classes,
+    numbers,
+    pairs,
+    policy_options,
+    tenant_limits,
+)
 from batond.daemon.simulator.report import report
 from batond.daemon.simulator.setup import Setup
 from batond.daemon.simulator.show import as_json, load_plotter, plot, print_tables
@@ -57,6 +64,7 @@ Daemons = Annotated[int, typer.Option(help="Equal daemons on one queue.")]
 Rows = Annotated[int, typer.Option(help="Rows of each batch.")]
 Chunk = Annotated[str, typer.Option(help="Prompt tokens between two decode steps: auto, or a number.")]
 Quantum = Annotated[int, typer.Option(help="Tokens before a row may be taken.")]
+Option = Annotated[list[str] | None, typer.Option(help="Option of a policy: fair.ageing_s=30; repeat.")]
 Parks = Annotated[int, typer.Option(help="Parks after which a query stays.")]
 HostPool = Annotated[int, typer.Option(help="Host RAM for parked KV, each.")]
 Costs = Annotated[str, typer.Option(help="Step times: h100, cpu, or a JSON file.")]
@@ -85,6 +93,7 @@ def simulate(  # noqa: PLR0917 - typer passes by name
     chunk_tokens: Chunk = "auto",
     quantum_tokens: Quantum = _LIMITS.quantum_tokens,
     max_parks: Parks = _LIMITS.max_parks,
+    option: Option = None,
     host_pool_bytes: HostPool = _DEFAULTS.host_pool_bytes,
     costs: Costs = "h100",
     cost: Cost = None,
@@ -106,6 +115,7 @@ def simulate(  # noqa: PLR0917 - typer passes by name
         host_pool_bytes=host_pool_bytes,
         classes=classes_with(longest_queue),
         limits=PlannerLimits(quantum_tokens=quantum_tokens, max_parks=max_parks),
+        policy_options=policy_options(option or ()),
         tenants=tenant_limits(weights, quotas),
         noise=noise,
         seed=seed,

@@ -14,7 +14,7 @@ from batond.daemon.scheduler.plan import BatchView, ParkMode
 from batond.daemon.scheduler.planner import Planner
 from batond.daemon.simulator.fair_queue import NEVER_MS, Spent
 from batond.policies.base import Phase, QueryView, TracksEnds
-from batond.policies.registry import load_policy
+from batond.policies.registry import load_configured
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -164,7 +164,7 @@ class Engine:
 
     def __init__(self, setup: Setup, policy: str, dice: Random) -> None:
         self._setup, self._costs, self._dice = setup, setup.costs, dice
-        self._policy = load_policy(policy)
+        self._policy = load_configured(policy, setup.policy_options)
         self._tracks = self._policy if isinstance(self._policy, TracksEnds) else None
         self._planner = Planner(self._policy, setup.limits)
         self._line = Line(self._policy)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batond.daemon.errors import ConfigError
 from batond.daemon.queue.limits import TenantLimits
 from batond.policies.classes import SlaClasses
+from batond.policies.registry import check_configured
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 def pairs(text: str, field: str) -> dict[str, str]:
@@ -25,6 +27,29 @@ def pairs(text: str, field: str) -> dict[str, str]:
         if not (key and equals and value):
             raise ConfigError(f"{part!r} is not of the form name=value", field=field)
         found[key.strip()] = value.strip()
+    return found
+
+
+def policy_options(given: Sequence[str]) -> dict[str, dict[str, bool | int | float]]:
+    """Read `policy.option=value`, each a number or true or false, and try the policies with them.
+
+    Raises:
+        ConfigError: One is not of that form, or the policy does not take it.
+    """
+    found: dict[str, dict[str, bool | int | float]] = {}
+    for one in given:
+        place, equals, text = one.partition("=")
+        name, dot, option = place.strip().rpartition(".")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = None
+        if not (equals and dot and name and option and isinstance(value, bool | int | float)):
+            raise ConfigError(
+                f"{one!r} is not of the form policy.option=number, such as fair.ageing_s=30", field="option"
+            )
+        found.setdefault(name, {})[option] = value
+    check_configured(found)
     return found
 
 

@@ -12,6 +12,7 @@ from batond.policies.classes import SlaClasses
 
 if TYPE_CHECKING:
     from batond.daemon.simulator.costs import StepCosts
+    from batond.policies.registry import PolicyOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class Setup:
         host_pool_bytes: For parked KV, of each daemon.
         classes: SLA classes.
         limits: Quantum and park cap.
+        policy_options: Options of policies by name, as `[policy_options]` has them for a daemon.
         tenants: Shares and quotas; weight 1 and no quota where none is named.
         max_queued: Jobs that may wait; more are refused. 0 is no bound.
         noise: Steps take up to this part longer or shorter, evenly drawn; 0 is exact.
@@ -47,6 +49,7 @@ class Setup:
     host_pool_bytes: int = 64 << 30
     classes: SlaClasses = field(default_factory=SlaClasses)
     limits: PlannerLimits = field(default_factory=PlannerLimits)
+    policy_options: PolicyOptions = field(default_factory=dict)
     tenants: dict[str, TenantLimits] = field(default_factory=dict)
     max_queued: int = 10_000
     noise: float = 0.0

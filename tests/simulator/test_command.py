@@ -143,3 +143,25 @@ def test_bad_options_are_errors_of_ours(trace: Path, arguments: list[str], said:
 def test_no_torch_is_imported() -> None:
     code = "import sys, batond.daemon.simulator.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_options_of_policies_change_what_they_do(trace: Path) -> None:
+    """The tool to choose a policy tries its options too."""
+    arguments = (trace, "--policy", "priority", "--rows", 2, "--costs", "cpu", "--load", 2, "--json")
+    plain, aged = simulate(*arguments), simulate(*arguments, "--option", "priority.ageing_s=0.001")
+    assert json.loads(plain) != json.loads(aged)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("ageing_s=3", "policy.option=number"),
+        ("priority.ageing_s", "policy.option=number"),
+        ("priority.ageing_s=soon", "policy.option=number"),
+        ("priority.agein_s=3", "ageing_s"),
+        ("nobody.ageing_s=3", "nobody"),
+    ],
+)
+def test_options_that_no_policy_takes_are_refused(trace: Path, option: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulate(trace, "--option", option)
