@@ -17,7 +17,6 @@ from batond.daemon.config_load import (
     engine_settings,
     load_settings,
     parse_assignments,
-    read_tls_files,
     redacted,
 )
 from batond.daemon.errors import BatondError, ConfigError
@@ -80,15 +79,16 @@ def serve(  # noqa: PLR0917 - typer passes by name
     log_level: LogLevel = "",
     assign: Assignments = None,
 ) -> None:
-    """Serve a model until SIGTERM, which drains; a second one ends at once.
+    """Serve a model until SIGTERM, which drains; a second one ends at once. SIGHUP reloads.
 
     Flags go before the environment (BATOND_SECTION__KEY), which goes before the file.
     """
-    settings = load_settings(config, _flags(assign, model, rows, device, listen, policy, log_level))
+    flags = _flags(assign, model, rows, device, listen, policy, log_level)
+    settings = load_settings(config, flags)
     configure_logging(settings.log.level, settings.log.format)
     from batond.daemon.front.app import serve as serve_forever  # noqa: PLC0415 - takes a second
 
-    asyncio.run(serve_forever(settings))
+    asyncio.run(serve_forever(settings, lambda: load_settings(config, flags)))
 
 
 @app.command("check-config")
@@ -103,11 +103,13 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     assign: Assignments = None,
 ) -> None:
     """Check the configuration and show it as resolved, secrets left out. Takes the flags of `serve`."""
+    from batond.daemon.front.tls import read_tls  # noqa: PLC0415 - brings gRPC
+
     settings = load_settings(config, _flags(assign, model, rows, device, listen, policy, log_level))
     engine_settings(settings)  # Finds the weights.
     load_policy(settings.engine.policy)
     check_configured(settings.policy_options)
-    read_tls_files(settings.tls)
+    read_tls(settings.tls)
     if url := settings.queue.url.get_secret_value():
         open_sync(url).close()  # Reads the URL; nothing is connected before the first command.
     typer.echo(json.dumps(redacted(settings), indent=2, default=str))

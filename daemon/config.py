@@ -324,7 +324,20 @@ class Settings(BaseSettings):
         return SlaClasses(SlaClass(**entry.model_dump()) for entry in self.classes)
 
     @model_validator(mode="after")
-    def _check_exposure(self) -> Settings:
+    def _check_all(self) -> Settings:
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Check what no section can check alone.
+
+        Raises:
+            ValueError: Strangers would be served in plain text or unasked, or a tenant can't be.
+        """
+        self._check_exposure()
+        self._check_tenants()
+
+    def _check_exposure(self) -> None:
         """Refuse to serve strangers in plain text, or without asking who they are."""
         asked = bool(self.tenants) or self.server.require_credentials
         open_to_all = [address for address in self.server.listen if not is_local(address)]
@@ -334,13 +347,10 @@ class Settings(BaseSettings):
                 " tenants with tokens or certificates (or server.require_credentials), or set"
                 " server.allow_insecure = true"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_tenants(self) -> Settings:
+    def _check_tenants(self) -> None:
         check_tenants(self.tenants, self.sla_classes)
         if not self.tls.client_ca_file and any(tenant.certificate_subject for tenant in self.tenants):
             raise ValueError(
                 "tenants.certificate_subject needs tls.client_ca_file, which checks certificates"
             )
-        return self

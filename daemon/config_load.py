@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
     from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-    from batond.daemon.config import TlsSettings
-
 DEFAULT_FILE: Final = Path("/etc/batond/batond.toml")
 CREDENTIAL_PREFIX: Final = "batond."
 #: `model.path = "smollm2"` is the GGUF inside this package: a demonstration needs no other weights.
@@ -165,21 +163,6 @@ def engine_settings(settings: Settings) -> EngineSettings:
         threads=engine.threads,
         classes=tuple(settings.sla_classes),
     )
-
-
-def read_tls_files(tls: TlsSettings) -> tuple[bytes, bytes, bytes | None] | None:
-    """The key, the certificate chain and the clients' authority; None without TLS.
-
-    Raises:
-        ConfigError: A file can't be read.
-    """
-    if tls.cert_file is None or tls.key_file is None:
-        return None
-    try:
-        authority = tls.client_ca_file.read_bytes() if tls.client_ca_file is not None else None
-        return tls.key_file.read_bytes(), tls.cert_file.read_bytes(), authority
-    except OSError as error:
-        raise ConfigError(f"can't read the TLS files: {error}") from error
 
 
 def _read_toml(file: Path | None) -> dict[str, Any]:

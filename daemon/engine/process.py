@@ -320,8 +320,9 @@ class _LoadingNotes:
 
 def main() -> int:
     """Entry point of `python -m batond.daemon.engine.process FD`."""
-    # A terminal's Ctrl-C reaches the whole process group; the front decides when the engine stops.
+    # A terminal's Ctrl-C and its end reach the whole process group; the front decides when the engine stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return engine_main(int(sys.argv[1]), sys.stdin.buffer.read())
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import os
-import signal
 import socket
 import time
 import uuid
@@ -25,11 +24,14 @@ from batond.daemon.front.hub import Hub
 from batond.daemon.front.identity import Identities, LocalAdministrators
 from batond.daemon.front.jobs import JobServicer
 from batond.daemon.front.local_admin import AdminSocket, user_ids
+from batond.daemon.front.reload import Reloader
 from batond.daemon.front.requests import Limits, RequestReader
 from batond.daemon.front.server import build_admin_server, build_server, keep_health, open_sockets
+from batond.daemon.front.signals import on_signals
 from batond.daemon.front.state import DaemonState
 from batond.daemon.front.tenant_book import TenantBook
 from batond.daemon.front.text import load_tokenizer
+from batond.daemon.front.tls import ServerTls, read_tls
 from batond.daemon.queue import EmbeddedRedis, JobStore, LeaseKeeper, check_server, open_async, open_sync
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.telemetry.metrics import Metrics
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     from batond.daemon.config import Settings
     from batond.daemon.front.text import Tokenizer
+    from batond.daemon.front.tls import TlsFiles
     from batond.daemon.wire.messages import Ready, StepEvents
 
 EXTEND_START_S = 30.0
@@ -89,14 +92,19 @@ class EngineListener:
             self.dispatcher.engine_down()
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: Settings, reread: Callable[[], Settings]) -> None:
     """Run the daemon until it is told to stop.
+
+    Args:
+        settings: To begin with.
+        reread: Reads them again, for SIGHUP; raises ConfigError.
 
     Raises:
         BatondError: It can't start as configured, or can't go on.
     """
     _log.info("configuration", **redacted(settings))
-    stop = _on_signals()
+    stop, reload = on_signals()
+    tls_files = read_tls(settings.tls)  # A wrong key is found before the model is loaded.
     notifier = Notifier()
     async with contextlib.AsyncExitStack() as stack:
         # The engine comes first: it takes longest, and no process is started once gRPC has threads.
@@ -120,8 +128,10 @@ async def serve(settings: Settings) -> None:
                 url=url,
                 ready=ready,
                 tokenizer=tokenizer,
+                tls_files=tls_files,
+                reread=reread,
             )
-            await front.run(stop, engine, notifier)
+            await front.run(stop, reload, engine, notifier)
         notifier.stopping("stopped")
     _log.info("stopped")
 
@@ -139,6 +149,8 @@ class _Front:
         url: str,
         ready: Ready,
         tokenizer: Tokenizer,
+        tls_files: TlsFiles | None,
+        reread: Callable[[], Settings],
     ) -> None:
         classes, queue = settings.sla_classes, settings.queue
         identities = Identities(settings.tenants, classes, required=settings.server.require_credentials)
@@ -153,6 +165,10 @@ class _Front:
             calls.recheck()
 
         self._book = TenantBook(client, identities, classes, on_change=tenants_changed)
+        self._tls = ServerTls(tls_files) if tls_files is not None else None
+        self._reloader = Reloader(
+            settings, reread, identities=identities, tls=self._tls, on_tenants=tenants_changed
+        )
         owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
         store = JobStore(
             client, ready.model, classes.names, max_queued=queue.max_queued, max_attempts=queue.max_attempts
@@ -225,11 +241,13 @@ class _Front:
         listener.dispatcher = self._dispatcher
         self._metrics.engine_up.set(1)
 
-    async def run(self, stop: asyncio.Event, engine: asyncio.Task[None], notifier: Notifier) -> None:
+    async def run(
+        self, stop: asyncio.Event, reload: asyncio.Event, engine: asyncio.Task[None], notifier: Notifier
+    ) -> None:
         """Serve until told to stop, then drain."""
         await self._book.load()  # Before anybody can call.
         health_servicer = health.aio.HealthServicer()
-        server = build_server(self._settings, self._jobs, self._admin, health_servicer)
+        server = build_server(self._settings, self._jobs, self._admin, health_servicer, self._tls)
         self._keeper.start()
         work = [
             asyncio.create_task(task, name=name)
@@ -248,12 +266,13 @@ class _Front:
             self._serve_metrics()
             notifier.ready(f"serving {self._state.ready.model}")
             _log.info("serving", listen=list(self._settings.server.listen))
+            work.append(asyncio.create_task(self._reload(reload, notifier), name="reload"))
             await _first_of(stop.wait(), self._state.stop_requested.wait(), engine, *work)
+            work.pop().cancel()  # No READY=1 after STOPPING=1.
             notifier.stopping("draining")
             asked_s = self._state.drain_timeout_s
-            await self._dispatcher.drain(
-                self._settings.service.drain_timeout_s if asked_s is None else asked_s
-            )
+            configured_s = self._reloader.settings.service.drain_timeout_s
+            await self._dispatcher.drain(configured_s if asked_s is None else asked_s)
         finally:
             await server.stop(CLOSE_STREAMS_S)
             await stack.aclose()
@@ -288,6 +307,15 @@ class _Front:
 
     def _update(self, tenant: str, job_id: str) -> None:
         self._dispatcher.update(tenant, job_id)
+
+    async def _reload(self, asked: asyncio.Event, notifier: Notifier) -> None:
+        """Reload whenever that is asked for; what was asked while the model was loaded is done at once."""
+        while True:
+            await asked.wait()
+            asked.clear()
+            notifier.reloading("reading the configuration")
+            outcome = await self._reloader.reload()
+            notifier.ready(f"serving {self._state.ready.model}; {outcome}")
 
     async def _watchdog(self, notifier: Notifier) -> None:
         """Ping systemd as long as the engine is heard."""
@@ -354,19 +382,3 @@ async def _first_of(*waits: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> N
             task.cancel()  # Ours; tasks that were given are the caller's.
     for task in done:
         task.result()
-
-
-def _on_signals() -> asyncio.Event:
-    """SIGTERM and SIGINT ask for a drain; the second one ends at once."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def ask() -> None:
-        if stop.is_set():
-            _log.warning("forced")
-            os._exit(1)  # The engine sees its socket close; leases run out, nothing is lost.
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ask)
-    return stop

@@ -92,7 +92,7 @@ class Identities:
         required: Never let anybody in without credentials, not even while there are no tenants.
 
     Attributes:
-        configured_tenants: As given.
+        configured_tenants: As given, or read again.
     """
 
     def __init__(
@@ -103,6 +103,8 @@ class Identities:
         self._required = required
         everything = frozenset(classes.names)
         self._anybody = Tenant(DEFAULT_TENANT, True, everything, default_class(everything, classes))  # noqa: FBT003 - admin
+        self._classes = classes
+        self._added: tuple[Account, ...] = ()
         self._accounts: tuple[Account, ...] = self._configured
 
     @property
@@ -119,11 +121,18 @@ class Identities:
 
     def replace_added(self, accounts: Iterable[Account]) -> None:
         """Take the tenants that were added at run time; a name of the configuration goes before them."""
+        self._added = tuple(accounts)
         taken = {account.tenant.name for account in self._configured}
         self._accounts = (
             *self._configured,
-            *(account for account in accounts if account.tenant.name not in taken),
+            *(account for account in self._added if account.tenant.name not in taken),
         )
+
+    def replace_configured(self, tenants: Iterable[TenantConfig]) -> None:
+        """Take the tenants of a configuration that was read again; they were checked against the classes."""
+        self.configured_tenants = tuple(tenants)
+        self._configured = tuple(account_of(config, self._classes) for config in self.configured_tenants)
+        self.replace_added(self._added)
 
     def identify(
         self,

@@ -12,7 +12,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from batond.daemon.config import is_local
-from batond.daemon.config_load import read_tls_files
 from batond.daemon.errors import ConfigError
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.admin import AdminServicer
     from batond.daemon.front.jobs import JobServicer
     from batond.daemon.front.state import DaemonState
+    from batond.daemon.front.tls import ServerTls
 
 #: Health services: keep the process, send it work, spare it work. "" is `readiness`.
 LIVENESS, READINESS, SATURATION = "liveness", "readiness", "saturation"
@@ -36,12 +36,16 @@ _SERVICES = (
 
 
 def build_server(
-    settings: Settings, jobs: JobServicer, admin: AdminServicer, health_servicer: health.aio.HealthServicer
+    settings: Settings,
+    jobs: JobServicer,
+    admin: AdminServicer,
+    health_servicer: health.aio.HealthServicer,
+    tls: ServerTls | None = None,
 ) -> grpc.aio.Server:
     """Assemble the server and bind its addresses.
 
     Raises:
-        ConfigError: An address can't be bound, or a certificate can't be read.
+        ConfigError: An address can't be bound.
     """
     server = grpc.aio.server(options=_options(settings.server.max_message_bytes))
     jobs_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
@@ -51,9 +55,8 @@ def build_server(
         reflection.enable_server_reflection(
             (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
         )
-    credentials = _credentials(settings)
     for address in settings.server.listen:
-        _bind(server, address, credentials)
+        _bind(server, address, tls.credentials() if tls is not None else None)
     return server
 
 
@@ -106,16 +109,6 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),  # Two daemons on one port would share calls at random.
     ]
-
-
-def _credentials(settings: Settings) -> grpc.ServerCredentials | None:
-    files = read_tls_files(settings.tls)
-    if files is None:
-        return None
-    key, chain, authority = files
-    return grpc.ssl_server_credentials(
-        [(key, chain)], root_certificates=authority, require_client_auth=authority is not None
-    )
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> None:

@@ -221,7 +221,7 @@ class TenantBook:
     async def _change(self, name: str, **fields: Any) -> AddedTenant:
         if name in self._configured:
             raise StateError(
-                f"tenant {name} stands in the configuration file: change it there and restart",
+                f"tenant {name} stands in the configuration file: change it there and reload",
                 reason="TENANT_CONFIGURED",
                 tenant=name,
             )

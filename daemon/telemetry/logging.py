@@ -69,6 +69,11 @@ def configure_logging(
     )
 
 
+def set_level(level: str) -> None:
+    """Change the least severity that is shown."""
+    logging.getLogger().setLevel(level.upper())
+
+
 def _tracebacks() -> structlog.tracebacks.ExceptionDictTransformer:
     """Tracebacks for JSON. Theirs would show the variables of every frame: prompts, tokens."""
     return structlog.tracebacks.ExceptionDictTransformer(show_locals=False)

@@ -47,6 +47,10 @@ class Notifier:
         """One line for `systemctl status`."""
         self._send(f"STATUS={status}")
 
+    def reloading(self, status: str) -> None:
+        """The configuration is read again; `ready` ends it. `Type=notify-reload` asks for the time."""
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={int(self._clock() * 1e6)}\nSTATUS={status}")
+
     def stopping(self, status: str) -> None:
         """The drain began."""
         self._send(f"STOPPING=1\nSTATUS={status}")

@@ -37,7 +37,7 @@ def test_it_takes_the_flags_of_serve(
     ("assignments", "message"),
     [
         (["queue.url=http://somewhere"], "the Redis URL can't be used"),
-        (["tls.cert_file=/nowhere.crt", "tls.key_file=/nowhere.key"], "can't read the TLS files"),
+        (["tls.cert_file=/nowhere.crt", "tls.key_file=/nowhere.key"], "can't use the TLS files"),
         (["engine.policy=fcsf"], "unknown policy 'fcsf'"),
     ],
 )

@@ -181,13 +181,15 @@ def test_the_notify_protocol(tmp_path: Path, abstract: object) -> None:
         for moment_s in (100.0, 101.0, 101.9, 102.0, 103.0):
             now_s[0] = moment_s
             notifier.alive()
+        notifier.reloading("reading")
         notifier.stopping("draining")
-        got = [manager.recv(4096).decode() for _ in range(5)]
+        got = [manager.recv(4096).decode() for _ in range(6)]
     assert got == [
         "EXTEND_TIMEOUT_USEC=30000000\nSTATUS=loading the model",
         "READY=1\nSTATUS=serving",
         "WATCHDOG=1",
         "WATCHDOG=1",
+        "RELOADING=1\nMONOTONIC_USEC=103000000\nSTATUS=reading",
         "STOPPING=1\nSTATUS=draining",
     ]
 

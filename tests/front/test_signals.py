@@ -1,0 +1,61 @@
+"""SIGHUP means a reload, unless it means that the terminal is gone."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+PROGRAM = """
+import asyncio, os, sys
+if sys.argv[1]:
+    os.open(sys.argv[1], os.O_RDWR)  # The first terminal that a session's leader opens becomes its own.
+from batond.daemon.front.signals import on_signals
+
+async def main():
+    stop, reload = on_signals()
+    print("listening", file=sys.stderr, flush=True)
+    waits = [asyncio.ensure_future(event.wait()) for event in (stop, reload)]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    print("stop" if stop.is_set() else "reload", file=sys.stderr, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def start(terminal: str = "") -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, terminal],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "listening\n"
+    return process
+
+
+def test_without_a_terminal_it_means_a_reload() -> None:
+    process = start()
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate(timeout=30)[1] == "reload\n"
+
+
+def test_with_a_terminal_that_is_there_too() -> None:
+    master, slave = pty.openpty()
+    process = start(os.ttyname(slave))
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate(timeout=30)[1] == "reload\n"
+    os.close(slave)
+    os.close(master)
+
+
+def test_from_a_closed_terminal_it_means_a_drain() -> None:
+    master, slave = pty.openpty()
+    process = start(os.ttyname(slave))
+    os.close(slave)
+    os.close(master)  # The kernel sends SIGHUP to the session's leader.
+    assert process.communicate(timeout=30)[1] == "stop\n"
