@@ -89,9 +89,10 @@ class EngineLink:
         """How long the engine has said nothing, though it was listened to.
 
         While a step waits for room (Redis is away for long), the engine is not read: that is no silence of
-        its own, and no reason to have the daemon killed with all it could not save yet.
+        its own, and no reason to have the daemon killed with all it could not save yet. Nor is the pause
+        before a dead engine is started again.
         """
-        return 0.0 if self._handling else time.monotonic() - self._heard_s
+        return 0.0 if self._handling or self._channel is None else time.monotonic() - self._heard_s
 
     @property
     def pid(self) -> int | None:

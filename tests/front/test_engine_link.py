@@ -176,6 +176,21 @@ async def test_an_engine_is_stopped_while_it_loads(ear: Ear) -> None:
     assert ear.notes == ["loading reading"]
 
 
+async def test_the_pause_before_an_engine_comes_back_is_not_silence(ear: Ear) -> None:
+    """V3: who pauses for a minute is not frozen: liveness must not have the daemon restarted."""
+    link = link_to("serve")
+    link._first_backoff_s = 3600.0
+    task = asyncio.create_task(link.run(ear))
+    await ear.until(lambda: "up fake" in ear.notes)
+    link.send(Cancel(query_id="die"))
+    await ear.until(lambda: "down" in ear.notes)
+    link._heard_s -= 1000.0
+    assert link.silent_s == 0.0
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await link.stop()
+
+
 async def test_an_engine_that_waits_for_us_is_not_silent(
     link: EngineLink, ear: Ear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
