@@ -66,7 +66,7 @@ def test_a_reload_loses_no_token(
     solo: Callable[[list[int], int], list[int]],
     after_tokens: Callable[[JobStream, int], None],
 ) -> None:
-    """V2: the drain, too, takes what was reloaded: with the time of the start, the last job would end first."""
+    """V2: the drain too takes what was reloaded; with the time of the start the last job would end first."""
     daemon = start_daemon(
         environment={"NOTIFY_SOCKET": systemd.path}, sections={"service": {"drain_timeout_s": 100.0}}
     )
