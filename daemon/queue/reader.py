@@ -10,14 +10,17 @@ from urllib.parse import quote
 import msgspec
 from redis.exceptions import RedisError
 
-from batond.daemon.errors import InvalidRequestError, NotFoundError
+from batond.daemon.errors import BatondError, InvalidRequestError, NotFoundError
+from batond.daemon.queue import dead
 from batond.daemon.queue.calls import call
+from batond.daemon.queue.codec import decode_claimed
 from batond.daemon.queue.connection import domain_error
 from batond.daemon.queue.keys import Keys, job_ref, split_ref
 from batond.daemon.queue.records import (
     Chunk,
     Counts,
     DeadLetter,
+    DeadPage,
     GarbageError,
     JobRecord,
     JobSpec,
@@ -233,22 +236,59 @@ class JobReader:
             totals={name.decode(): int(n) for name, n in zip(totals[::2], totals[1::2], strict=True)},
         )
 
-    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
-        """Gives dead letters, newest first. For operators: names jobs of all tenants."""
-        names = await self._ask(self._client.zrevrange(self.keys.dead, 0, limit - 1))
-        if not names:
-            return []
+    async def dead_page(self, *, cursor: str = "", limit: int = 50) -> DeadPage:
+        """Gives dead letters, newest first. For operators: names jobs of all tenants.
+
+        Letters that are dropped or added between two pages move no other one out of the list.
+
+        Args:
+            cursor: `next_cursor` of the page before; empty begins.
+            limit: Most letters to give, 1 to 200: so many fit into an answer, whatever is in them.
+
+        Raises:
+            InvalidRequestError: The cursor is none of ours, or the limit is out of range.
+        """
+        if not 1 <= limit <= dead.MAX_PAGE:
+            raise InvalidRequestError(f"limit must be from 1 to {dead.MAX_PAGE}", field="limit", value=limit)
+        found, more = await self._call("dead_list", *dead.decode_cursor(cursor), limit)
         letters = []
-        for name, raw in zip(
-            names, await self._ask(self._client.hmget(self.keys.evidence, names)), strict=True
-        ):
-            found: dict[str, Any] = {"reason": "GARBAGE", "message": "no evidence was kept", "died_ms": 0}
-            with contextlib.suppress(msgspec.DecodeError, TypeError):
-                found = msgspec.json.decode(raw, type=dict[str, Any])
-            letters.append(
-                msgspec.convert({"name": name.decode(errors="backslashreplace")} | found, DeadLetter)
-            )
-        return letters
+        for member, score, evidence, flat, has_spec in found:
+            letter = dead.decode_letter(member, score, evidence, flat, has_spec=bool(has_spec))
+            if letter.reason == "BAD_RECORD" and not letter.obstacle:
+                letter = msgspec.structs.replace(letter, obstacle=await self._obstacle(member))
+            letters.append(letter)
+        return DeadPage(letters=letters, next_cursor=dead.encode_cursor(*found[-1][:2]) if more else "")
+
+    async def dead_letters(self) -> list[DeadLetter]:
+        """Gives the first page of dead letters."""
+        return (await self.dead_page(limit=dead.MAX_PAGE)).letters
+
+    async def _obstacle(self, member: bytes) -> str:
+        """Says why a dead letter can't be retried, by all that its job has; empty if it can."""
+        ref = member.decode(errors="replace")
+        try:
+            fields = await self._ask(self._client.hgetall(self.keys.job(ref)))
+            flat = [item for pair in fields.items() for item in pair]
+            if not flat:
+                return dead.NO_JOB
+            record = decode_record(flat)
+            if record.state is not JobState.DEAD:
+                return f"its job is {record.state}"
+            spec = await self._ask(self._client.get(self.keys.spec(ref)))
+            outputs = []
+            for choice in range(record.choices):
+                chunks = await self._ask(self._client.xrange(self.keys.out(ref, choice)))
+                outputs.append(
+                    [(at, [part for pair in kept.items() for part in pair]) for at, kept in chunks]
+                )
+            decode_claimed(member, flat, spec, outputs, 0)
+        except GarbageError as error:
+            return dead.printable(str(error))
+        except BatondError as error:
+            if error.reason != "QUEUE_SCRIPT":
+                raise
+            return "a key of it holds something of another type"
+        return ""
 
     async def notices(self, owner: str) -> AsyncIterator[Notice]:
         """Tells a daemon of new jobs and of cancels. The first notice, SYNC, comes when it is listening.

@@ -328,14 +328,20 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """Evidence of something that must not be tried again by itself.
+    """Evidence of something that must not be tried again by itself. Fit to be shown, whatever lay in Redis.
 
     Attributes:
-        name: Reference of the job, or `garbage:...` with what was found, made printable.
+        name: Reference of the job; `garbage:...` with what was found, made printable; or `raw:...`, bytes
+            percent-encoded, where somebody wrote into the list by hand.
         reason: `ATTEMPTS`, `BAD_RECORD` or `GARBAGE`.
         message: For the operator.
-        died_ms: Redis clock.
-        history: One line an attempt: when, who, why.
+        died_ms: Redis clock; 0 if that isn't known.
+        history: One line a claim that ended badly: when (ms), epoch, owner, why.
+        tenant: As the name says; empty if there is no job.
+        job_id: As `tenant`.
+        sla_class: Of the job's record; empty if that says none.
+        attempts: Of the job's record; 0 if that says none.
+        obstacle: Why it can't be retried; empty if it can.
     """
 
     name: str
@@ -343,11 +349,23 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     died_ms: int
     history: str = ""
+    tenant: str = ""
+    job_id: str = ""
+    sla_class: str = ""
+    attempts: int = 0
+    obstacle: str = ""
 
     @property
     def is_job(self) -> bool:
-        """Whether there is a job that can be retried."""
-        return not self.name.startswith("garbage:")
+        """Whether it names a job."""
+        return bool(self.job_id)
+
+
+class DeadPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Dead letters of all tenants, newest first. An empty `next_cursor` ends the list."""
+
+    letters: list[DeadLetter]
+    next_cursor: str
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):

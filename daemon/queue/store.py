@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import structlog
 
 from batond.daemon.errors import ConflictError, InvalidRequestError, NotFoundError, StateError
+from batond.daemon.queue import dead
 from batond.daemon.queue.codec import (
     REFUSALS,
     commit_args,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 DAY_MS: Final = 24 * 3600 * 1000
 REAP_LIMIT: Final = 200  # Jobs of each kind a reap: bounds the server's time.
+SHOWN_CHARS: Final = 300  # Of a name in a message: it may be anything.
 NOBODY: Final[Mapping[str, TenantLimits]] = MappingProxyType({})
 
 _log = structlog.get_logger(__name__)
@@ -343,14 +345,28 @@ class JobStore(JobReader):
 
     # -- operators' side ----------------------------------------------------------------------------------
 
-    async def dead_retry(self, tenant: str, job_id: str) -> None:
-        """Lets a dead job run again, from its committed tokens.
+    async def dead_retry(self, name: str) -> JobRecord:
+        """Lets a dead job run again, from its committed tokens and with fresh attempts.
+
+        Args:
+            name: `DeadLetter.name`.
+
+        Returns:
+            The job after it; what it says of its place may be old already.
 
         Raises:
-            NotFoundError: It is not among the dead letters.
+            NotFoundError: There is no such letter.
+            StateError: It is of no job, or nobody could run it; the message says why.
         """
-        if not await self._call("dead_retry", job_ref(tenant, job_id)):
-            raise NotFoundError(f"job {job_id!r} is not in the dead-letter list", job_id=job_id)
+        member = dead.decode_name(name)
+        obstacle = await self._obstacle(member)
+        if not obstacle and await self._call("dead_retry", member):
+            return await self.get(*split_ref(member.decode()))
+        if await self._ask(self._client.zscore(self.keys.dead, member)) is None:
+            raise _no_letter(name)
+        raise StateError(
+            f"{name[:SHOWN_CHARS]!r} can't be retried: {obstacle or dead.NO_JOB}", reason="NOT_RETRYABLE"
+        )
 
     async def dead_drop(self, name: str) -> None:
         """Throws a dead letter away, with its job. `name` is `DeadLetter.name`.
@@ -358,5 +374,9 @@ class JobStore(JobReader):
         Raises:
             NotFoundError: There is no such letter.
         """
-        if not await self._call("dead_drop", name):
-            raise NotFoundError(f"{name!r} is not in the dead-letter list", name=name)
+        if not await self._call("dead_drop", dead.decode_name(name)):
+            raise _no_letter(name)
+
+
+def _no_letter(name: str) -> NotFoundError:
+    return NotFoundError(f"{name[:SHOWN_CHARS]!r} is not in the dead-letter list", name=name[:SHOWN_CHARS])

@@ -237,12 +237,12 @@ async def test_a_job_that_kills_its_daemons_becomes_a_dead_letter(queue: Queue) 
     assert [line.rpartition(": ")[2] for line in letter.history.splitlines()] == ["0", "1", "2"]
     assert [job.record.job_id for job in await queue.claim()] == ["mate"]
 
-    await queue.store.dead_retry("t", "poison")
+    await queue.store.dead_retry("t/poison")
     assert await queue.store.dead_letters() == []
     retried = await queue.claim_one()
     assert (retried.record.attempts, retried.record.epoch, retried.token_ids) == (0, 4, [4])
     with pytest.raises(NotFoundError):
-        await queue.store.dead_retry("t", "poison")
+        await queue.store.dead_retry("t/poison")
     for _ in range(3):
         await queue.lapse("t", "poison")
         reaped = await queue.store.reap()

@@ -208,7 +208,7 @@ async def test_jobs_of_other_tenants_do_not_exist(queue: Queue) -> None:
     """V4: another tenant's job id is NOT_FOUND, for every call."""
     await queue.submit("a", tenant="mine")
     store = queue.store
-    for call in (store.get, store.get_spec, store.cancel, store.place, store.dead_retry):
+    for call in (store.get, store.get_spec, store.cancel, store.place):
         with pytest.raises(NotFoundError):
             await call("other", "a")
     assert await store.read_chunks("other", "a") == []

@@ -378,7 +378,7 @@ class QueueMachine(RuleBasedStateMachine):
         """An operator revives a dead job."""
         job = self.jobs.get(job_id)
         if job is not None and job.state == "dead":
-            self.run(self.stores["d1"].dead_retry(job.tenant, job_id))
+            self.run(self.stores["d1"].dead_retry(f"{job.tenant}/{job_id}"))
             job.state, job.attempts = "queued", 0
             self.shares[job.sla_class].enter(job)
 

@@ -9,6 +9,12 @@
 local DEFAULT_TTL_MS = 3600000 -- for records that lost theirs
 local HISTORY_BYTES = 4096
 
+-- Adds a line to a job's history: a claim that ended badly.
+local function note(ref, history, epoch, owner, why, now_ms)
+  local line = int(now_ms) .. ' epoch ' .. (epoch or '?') .. ' owner ' .. (owner or '?') .. ': ' .. why .. '\n'
+  redis.call('HSET', JOB .. ref, 'history', ((history or '') .. line):sub(-HISTORY_BYTES))
+end
+
 local function end_claim(ref, owner)
   redis.call('ZREM', LEASES, ref)
   if owner and owner ~= '' then
@@ -78,9 +84,8 @@ local function requeue(ref, charge, why, max_attempts, now_ms)
   local attempts = count(job[4]) or 0
   if charge then
     attempts = attempts + 1
-    local line = int(now_ms) .. ' epoch ' .. (job[6] or '?') .. ' owner ' .. (job[1] or '?') .. ': ' .. why .. '\n'
-    redis.call('HSET', JOB .. ref, 'attempts', attempts,
-      'history', ((job[7] or '') .. line):sub(-HISTORY_BYTES))
+    redis.call('HSET', JOB .. ref, 'attempts', attempts)
+    note(ref, job[7], job[6], job[1], why, now_ms)
   end
   if job[5] == '1' then
     redis.call('HSET', JOB .. ref, 'finish_reason', 'cancelled')
