@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from batond.daemon.errors import InvalidRequestError, NotFoundError
 from batond.daemon.front import convert, tenant_convert
+from batond.daemon.queue.dead import MAX_PAGE as MOST_DEAD_PAGE
 from batond.daemon.queue.reader import MAX_PAGE
 from batond.daemon.telemetry.logging import get_logger
 from batond.policies.registry import policy_names
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from batond.v1 import types_pb2
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "redis", "msgspec")
+DEFAULT_DEAD_PAGE = 50
 DEFAULT_INTERVAL_S = 0.25
 LEAST_INTERVAL_S = 0.05
 LONGEST_S = 10**9  # 31 years: what is longer is a wrong unit.
@@ -268,6 +270,41 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             return admin_pb2.ListTenantsResponse(tenants=[tenant_convert.tenant(one) for one in tenants])
 
         return await self._calls.act("ListTenants", context, handle, reads=True)
+
+    async def ListDeadJobs(
+        self, request: admin_pb2.ListDeadJobsRequest, context: Any
+    ) -> admin_pb2.ListDeadJobsResponse:
+        """List what was given up for good."""
+
+        async def handle(_: Tenant) -> admin_pb2.ListDeadJobsResponse:
+            size = min(request.page_size or DEFAULT_DEAD_PAGE, MOST_DEAD_PAGE)
+            page = await self._store.dead_page(cursor=request.page_token, limit=size)
+            dead_jobs = [convert.dead_job(letter) for letter in page.letters]
+            return admin_pb2.ListDeadJobsResponse(dead_jobs=dead_jobs, next_page_token=page.next_cursor)
+
+        return await self._calls.act("ListDeadJobs", context, handle, reads=True)
+
+    async def RetryDeadJob(
+        self, request: admin_pb2.RetryDeadJobRequest, context: Any
+    ) -> admin_pb2.RetryDeadJobResponse:
+        """Let a dead job run again."""
+
+        async def handle(_: Tenant) -> admin_pb2.RetryDeadJobResponse:
+            record = await self._store.dead_retry(request.name)
+            return admin_pb2.RetryDeadJobResponse(job=convert.job(record, now_ms=self._store.now_ms))
+
+        return await self._calls.act("RetryDeadJob", context, handle, target=request.name)
+
+    async def DropDeadJob(
+        self, request: admin_pb2.DropDeadJobRequest, context: Any
+    ) -> admin_pb2.DropDeadJobResponse:
+        """Throw a dead job away."""
+
+        async def handle(_: Tenant) -> admin_pb2.DropDeadJobResponse:
+            await self._store.dead_drop(request.name)
+            return admin_pb2.DropDeadJobResponse()
+
+        return await self._calls.act("DropDeadJob", context, handle, target=request.name)
 
     def _info(self, tenant: Tenant) -> admin_pb2.GetServerInfoResponse:
         ready = self._state.ready

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from batond.daemon.front.follow import FollowEvent
-    from batond.daemon.queue import JobRecord, JobSpec, Place
+    from batond.daemon.queue import DeadLetter, JobRecord, JobSpec, Place
     from batond.daemon.wire.messages import Snapshot, TokenLogprobs
 
 STATES: Final[dict[JobState, types_pb2.JobState]] = {
@@ -254,3 +254,22 @@ def snapshot(shot: Snapshot, queued_jobs: int) -> admin_pb2.BatchSnapshot:
             held=query.held,
         )
     return batch
+
+
+def dead_job(letter: DeadLetter) -> admin_pb2.DeadJob:
+    """Describe what was given up for good."""
+    shown = admin_pb2.DeadJob(
+        name=letter.name,
+        tenant=letter.tenant,
+        job_id=letter.job_id,
+        sla_class=letter.sla_class,
+        reason=letter.reason,
+        message=letter.message,
+        attempts=letter.attempts,
+        evidence=letter.history.splitlines(),
+        can_retry=not letter.obstacle,
+        obstacle=letter.obstacle,
+    )
+    if letter.died_ms:
+        shown.died_time.CopyFrom(timestamp(letter.died_ms))
+    return shown

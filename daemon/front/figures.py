@@ -93,8 +93,9 @@ class Figures:
         self._metrics.quota_refusals.labels(self._metrics.tenant(tenant), quota).inc()
 
     def counted(self, held: Iterable[HeldJob], counts: Counts) -> None:
-        """The queue was counted: show how many wait, and who has been without a row for longest, by class."""
+        """The queue was counted: show how many wait or are dead, and whose wait is the longest, by class."""
         self._metrics.queued_jobs.set(sum(counts.queued.values()))
+        self._metrics.dead_jobs.set(counts.dead)
         self._find_strange(counts)
         now_s, ages_s = time.monotonic(), dict.fromkeys((*self._classes, *self._strange), 0.0)
         for sla_class, wait_ms in counts.oldest_wait_ms.items():

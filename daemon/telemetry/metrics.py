@@ -145,6 +145,7 @@ class Metrics:
         self.engine_up = Gauge("batond_engine_up", "1 while the engine takes queries.", registry=registry)
         self.redis_up = Gauge("batond_redis_up", "1 while Redis answers.", registry=registry)
         self.queued_jobs = Gauge("batond_queued_jobs", "Jobs waiting in Redis.", registry=registry)
+        self.dead_jobs = Gauge("batond_dead_jobs", "Entries of the dead-letter list.", registry=registry)
         self.claimed_jobs = Gauge("batond_claimed_jobs", "Jobs this daemon holds.", registry=registry)
         self.unsaved_steps = Gauge("batond_unsaved_steps", "Steps not yet in Redis.", registry=registry)
         self.open_streams = Gauge("batond_open_streams", "Streams to clients.", registry=registry)

@@ -393,3 +393,67 @@ class ListTenantsResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     tenants: _containers.RepeatedCompositeFieldContainer[Tenant]
     def __init__(self, tenants: _Optional[_Iterable[_Union[Tenant, _Mapping]]] = ...) -> None: ...
+
+class DeadJob(_message.Message):
+    __slots__ = ("name", "tenant", "job_id", "sla_class", "reason", "message", "attempts", "evidence", "died_time", "can_retry", "obstacle")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SLA_CLASS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    DIED_TIME_FIELD_NUMBER: _ClassVar[int]
+    CAN_RETRY_FIELD_NUMBER: _ClassVar[int]
+    OBSTACLE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    tenant: str
+    job_id: str
+    sla_class: str
+    reason: str
+    message: str
+    attempts: int
+    evidence: _containers.RepeatedScalarFieldContainer[str]
+    died_time: _timestamp_pb2.Timestamp
+    can_retry: bool
+    obstacle: str
+    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., job_id: _Optional[str] = ..., sla_class: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., attempts: _Optional[int] = ..., evidence: _Optional[_Iterable[str]] = ..., died_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., can_retry: bool = ..., obstacle: _Optional[str] = ...) -> None: ...
+
+class ListDeadJobsRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListDeadJobsResponse(_message.Message):
+    __slots__ = ("dead_jobs", "next_page_token")
+    DEAD_JOBS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    dead_jobs: _containers.RepeatedCompositeFieldContainer[DeadJob]
+    next_page_token: str
+    def __init__(self, dead_jobs: _Optional[_Iterable[_Union[DeadJob, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class RetryDeadJobRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class RetryDeadJobResponse(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: _types_pb2.Job
+    def __init__(self, job: _Optional[_Union[_types_pb2.Job, _Mapping]] = ...) -> None: ...
+
+class DropDeadJobRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class DropDeadJobResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -101,6 +101,21 @@ class AdminServiceStub(object):
                 request_serializer=batond_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=batond_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.ListDeadJobs = channel.unary_unary(
+                '/batond.v1.AdminService/ListDeadJobs',
+                request_serializer=batond_dot_v1_dot_admin__pb2.ListDeadJobsRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.ListDeadJobsResponse.FromString,
+                _registered_method=True)
+        self.RetryDeadJob = channel.unary_unary(
+                '/batond.v1.AdminService/RetryDeadJob',
+                request_serializer=batond_dot_v1_dot_admin__pb2.RetryDeadJobRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.RetryDeadJobResponse.FromString,
+                _registered_method=True)
+        self.DropDeadJob = channel.unary_unary(
+                '/batond.v1.AdminService/DropDeadJob',
+                request_serializer=batond_dot_v1_dot_admin__pb2.DropDeadJobRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.DropDeadJobResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -200,6 +215,29 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDeadJobs(self, request, context):
+        """Lists what was given up for good, of all tenants: jobs that took their daemons down too often, jobs nobody can
+        read, and garbage that lay in the queue. Shows no prompts and no outputs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetryDeadJob(self, request, context):
+        """Lets a dead job run again, from its committed tokens and with fresh attempts. NOT_FOUND: there is no such entry;
+        FAILED_PRECONDITION: it is of no job, or of one that nobody could run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropDeadJob(self, request, context):
+        """Throws an entry away, with its job and what that has put out. NOT_FOUND: there is no such entry.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -267,6 +305,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListTenants,
                     request_deserializer=batond_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
                     response_serializer=batond_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'ListDeadJobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeadJobs,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.ListDeadJobsRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.ListDeadJobsResponse.SerializeToString,
+            ),
+            'RetryDeadJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetryDeadJob,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.RetryDeadJobRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.RetryDeadJobResponse.SerializeToString,
+            ),
+            'DropDeadJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropDeadJob,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.DropDeadJobRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.DropDeadJobResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -622,6 +675,87 @@ class AdminService(object):
             '/batond.v1.AdminService/ListTenants',
             batond_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
             batond_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeadJobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/ListDeadJobs',
+            batond_dot_v1_dot_admin__pb2.ListDeadJobsRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.ListDeadJobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetryDeadJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/RetryDeadJob',
+            batond_dot_v1_dot_admin__pb2.RetryDeadJobRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.RetryDeadJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropDeadJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/DropDeadJob',
+            batond_dot_v1_dot_admin__pb2.DropDeadJobRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.DropDeadJobResponse.FromString,
             options,
             channel_credentials,
             insecure,
