@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from batond.clients.aio_stream import AsyncJobStream
     from batond.clients.build import ChatMessage, JobOptions
     from batond.clients.client import Client
+    from batond.clients.dead import DeadJob, DeadJobPage
     from batond.clients.errors import (
         AccessError,
         AlreadyExistsError,
@@ -87,6 +88,8 @@ __all__ = [
     "Client",
     "ClientDeadlineError",
     "ClientTLS",
+    "DeadJob",
+    "DeadJobPage",
     "Event",
     "ExhaustedError",
     "FinishReason",
@@ -142,6 +145,7 @@ _HOMES = (
     "retry",
     "transport",
     "tenants",
+    "dead",
 )
 
 

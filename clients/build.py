@@ -223,6 +223,14 @@ def list_jobs(states: Iterable[JobState], page_size: int, page_token: str) -> jo
     return message
 
 
+def list_dead_jobs(page_size: int, page_token: str) -> admin_pb2.ListDeadJobsRequest:
+    """Makes the request for one page of dead jobs."""
+    message = admin_pb2.ListDeadJobsRequest()
+    _set(message, "page_size", page_size)
+    _set(message, "page_token", page_token)
+    return message
+
+
 def watch_batch(min_interval_s: float | None) -> admin_pb2.WatchBatchRequest:
     """Makes the request to watch the batch."""
     message = admin_pb2.WatchBatchRequest()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
-from batond.clients import build, convert, errors, outcome, tenants
+from batond.clients import build, convert, dead, errors, outcome, tenants
 from batond.clients.follow import Follow
 from batond.clients.model import BatchSnapshot, JobInfo, JobPage, JobState, ServerInfo
 from batond.clients.retry import Backoff, RetryPolicy
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from batond.clients.build import JobOptions
+    from batond.clients.dead import DeadJob, DeadJobPage
     from batond.clients.follow import Request
 
 
@@ -28,9 +29,9 @@ class Client:
     """Talks to one daemon.
 
     Calls that answer once are tried again while the daemon is away or says when to come back; that is safe,
-    because a submission always carries an id. Parking, resuming, draining and making tokens are not repeated.
-    Streams that break are taken up again at the next token, so that each token is seen once. Threads may
-    share a client.
+    because a submission always carries an id. Parking, resuming, draining, making tokens, and retrying or
+    dropping dead jobs are not repeated. Streams that break are taken up again at the next token, so that each
+    token is seen once. Threads may share a client.
 
     Args:
         target: "host:port", "unix:///path" or the absolute path of a socket.
@@ -307,6 +308,51 @@ class Client:
         """Returns all tenants by name, configured and added ones."""
         response = self._call(self._admin.ListTenants, admin_pb2.ListTenantsRequest())
         return tuple(tenants.tenant(one) for one in response.tenants)
+
+    def dead_jobs_page(self, *, page_size: int = 0, page_token: str = "") -> DeadJobPage:
+        """Returns one page of what was given up for good, of all tenants, newest first.
+
+        Raises:
+            PermissionDeniedError: The caller is no administrator.
+            InvalidRequestError: The page token is none.
+        """
+        request = build.list_dead_jobs(page_size, page_token)
+        return dead.page(self._call(self._admin.ListDeadJobs, request))
+
+    def dead_jobs(self, *, page_size: int = 0) -> Iterator[DeadJob]:
+        """Yields what was given up for good, newest first; fetches pages as they are needed."""
+        page_token = ""
+        while True:
+            page = self.dead_jobs_page(page_size=page_size, page_token=page_token)
+            yield from page.dead_jobs
+            page_token = page.next_page_token
+            if not page_token:
+                return
+
+    def retry_dead_job(self, name: str) -> JobInfo:
+        """Lets a dead job run again, from its committed tokens and with fresh attempts.
+
+        Args:
+            name: `DeadJob.name`.
+
+        Raises:
+            NotFoundError: There is no such entry.
+            WrongStateError: It is of no job, or nobody could run it; the message says why.
+        """
+        request = build.named(admin_pb2.RetryDeadJobRequest, name=name)
+        return convert.job(self._call(self._admin.RetryDeadJob, request, attempts=1).job)
+
+    def drop_dead_job(self, name: str) -> None:
+        """Throws a dead job away, with what it has put out.
+
+        Args:
+            name: `DeadJob.name`.
+
+        Raises:
+            NotFoundError: There is no such entry.
+        """
+        request = build.named(admin_pb2.DropDeadJobRequest, name=name)
+        self._call(self._admin.DropDeadJob, request, attempts=1)
 
     def _start(self, request: Request, timeout_s: float | None) -> Any:
         starts = isinstance(request, jobs_pb2.GenerateStreamRequest)

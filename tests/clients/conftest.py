@@ -91,6 +91,7 @@ class FakeDaemon(jobs_pb2_grpc.JobServiceServicer, admin_pb2_grpc.AdminServiceSe
         self.jobs: dict[str, tuple[types_pb2.JobSpec, types_pb2.Job]] = {}
         self.snapshots = [admin_pb2.BatchSnapshot(step=step) for step in range(3)]
         self.tenants: dict[str, admin_pb2.Tenant] = {}
+        self.dead = [admin_pb2.DeadJob(name=f"t0/j{number}", can_retry=True) for number in range(3)]
         self._server: grpc.Server | None = None
         self._port = 0
 
@@ -319,6 +320,31 @@ class FakeDaemon(jobs_pb2_grpc.JobServiceServicer, admin_pb2_grpc.AdminServiceSe
     def ListTenants(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
         with self._call("ListTenants", request, context):
             return admin_pb2.ListTenantsResponse(tenants=self.tenants.values())
+
+    def ListDeadJobs(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("ListDeadJobs", request, context):
+            start = int(request.page_token or 0)
+            end = start + (request.page_size or 2)
+            more = str(end) if end < len(self.dead) else ""
+            return admin_pb2.ListDeadJobsResponse(dead_jobs=self.dead[start:end], next_page_token=more)
+
+    def RetryDeadJob(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("RetryDeadJob", request, context):
+            self._bury(request.name, context)
+            tenant, _, job_id = request.name.partition("/")
+            job = types_pb2.Job(tenant=tenant, job_id=job_id, state=types_pb2.JOB_STATE_QUEUED)
+            return admin_pb2.RetryDeadJobResponse(job=job)
+
+    def DropDeadJob(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("DropDeadJob", request, context):
+            self._bury(request.name, context)
+            return admin_pb2.DropDeadJobResponse()
+
+    def _bury(self, name: str, context: grpc.ServicerContext) -> None:
+        left = [one for one in self.dead if one.name != name]
+        if len(left) == len(self.dead):
+            Fault(grpc.StatusCode.NOT_FOUND, reason="NOT_FOUND").abort(context)
+        self.dead = left
 
     def Drain(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
         with self._call("Drain", request, context):
