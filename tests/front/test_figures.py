@@ -191,3 +191,10 @@ def test_strangers_are_other(scene: Scene) -> None:
     assert read(name, {"tenant": "t", "quota": "max_running"}) == 1
     assert read(name, {"tenant": "other", "quota": "max_running"}) == 1
     assert read(name, {"tenant": "other", "quota": "tokens_per_minute"}) == 1
+
+
+def test_dead_jobs_are_counted(scene: Scene) -> None:
+    """D8: whoever is not looked for is not found; a gauge can be alarmed on."""
+    for dead in (3, 0):
+        scene.figures.counted([], Counts(queued={}, oldest_wait_ms={}, held=0, dead=dead, totals={}))
+        assert scene.metrics.registry.get_sample_value("batond_dead_jobs") == dead
