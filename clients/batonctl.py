@@ -16,8 +16,8 @@ def main() -> None:
     if missing:
         sys.stderr.write(f"batonctl needs {' and '.join(missing)}: pip install 'batond[cli]'\n")
         sys.exit(EXIT_USAGE)
-    # grpc reads this when it is imported, and would otherwise log every lost connection beside our one line.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # grpc reads this when it is imported, and would otherwise log lines of its own beside ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from batond.clients.cli import run  # noqa: PLC0415 -- only now it is known that it can be imported
 
     sys.exit(run())
