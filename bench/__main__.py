@@ -177,6 +177,7 @@ def trace_command(  # noqa: PLR0917 - typer calls it by name
     quantum_tokens: Annotated[int, typer.Option(help="Tokens before a row may be taken.")] = 2,
     model: Annotated[str, typer.Option(help='"smollm2" (SmolLM2-135M), or a path.')] = "smollm2",
     threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 is torch's choice.")] = 0,
+    costs: Annotated[str, typer.Option(help="Step times as for batond simulate, not measured ones.")] = "",
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Also write every figure as JSON.")] = None,
 ) -> None:
@@ -196,6 +197,7 @@ def trace_command(  # noqa: PLR0917 - typer calls it by name
         quantum_tokens=quantum_tokens,
         model=model,
         threads=threads,
+        costs=costs,
         seed=seed,
     )
     result = trace.run(options, console)

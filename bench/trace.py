@@ -22,6 +22,7 @@ from batond.bench.local_daemon import OPERATOR, LocalDaemon
 from batond.daemon.errors import ConfigError
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.simulator.command import at_load
+from batond.daemon.simulator.costs import load_costs
 from batond.daemon.simulator.report import Report, report
 from batond.daemon.simulator.setup import Setup
 from batond.daemon.simulator.show import as_json, print_tables
@@ -58,6 +59,7 @@ class Options:
         quantum_tokens: Tokens before a row may be taken; 16 is for lengths that were not divided.
         model: As in `[model] path`.
         threads: Of torch in the engine; 0 is its own choice.
+        costs: Step times as for `batond simulate`, to repeat a run with; "" measures them.
         seed: Of the prompts.
     """
 
@@ -73,6 +75,7 @@ class Options:
     quantum_tokens: int = 2
     model: str = "smollm2"
     threads: int = 0
+    costs: str = ""
     seed: int = 0
 
 
@@ -82,7 +85,7 @@ class Result:
 
     Attributes:
         info: The daemon.
-        fit: Step times, measured before.
+        fit: Step times, measured before or given.
         requests: As replayed.
         reports: Of each policy: the daemon, then the simulator.
         alone: The most urgent class with nothing else on the machine, under the first policy: both again.
@@ -185,6 +188,9 @@ async def _measure(
     requests: Sequence[Request],
     progress: Progress,
 ) -> step_costs.Fit:
+    if options.costs:
+        costs = replace(load_costs(options.costs), kv_token_bytes=info.kv_bytes_per_token)
+        return step_costs.Fit(costs, 0.0, 0.0)
     task = progress.add_task("step times", total=step_costs.measurements(options.rows))
     return await step_costs.measure(
         prober,
@@ -237,7 +243,8 @@ def show(console: Console, options: Options, result: Result) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in sorted(info.library_versions.items()))
     console.print(f"{info.model} on {info.device}, {info.rows} rows, batch {info.batch_kind}; {versions}")
     console.print(
-        f"measured: a step {fit.costs.step_s * 1e3:.1f} ms + {fit.costs.row_s * 1e3:.2f} a row"
+        f"{'given' if options.costs else 'measured'}: a step {fit.costs.step_s * 1e3:.1f} ms"
+        f" + {fit.costs.row_s * 1e3:.2f} a row"
         f" + {fit.costs.cached_token_s * 1e6:.2f} us a cached token;"
         f" prompts {fit.costs.prefill_s * 1e3:.1f} ms + {fit.costs.prefill_token_s * 1e3:.3f} a token;"
         f" {fit.overhead_s * 1e3:.1f} ms around them, not simulated; fitted within {fit.error:.0%}"
