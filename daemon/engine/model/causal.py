@@ -186,8 +186,7 @@ class CausalModel:
         position_ids: torch.Tensor,
         cache: Cache,
         *,
-        all_positions: bool = False,
-        logits_at: torch.Tensor | None = None,
+        logits_to_keep: int | torch.Tensor | None = 1,
         recipe: Recipe | None = None,
     ) -> torch.Tensor:
         """Run the model over new tokens and return the logits of each row's newest column.
@@ -197,25 +196,24 @@ class CausalModel:
             attention_mask: int64, shape [rows, cached + new columns]; 1 where a token is.
             position_ids: int64, shape [rows, new columns]; each row counts its own tokens from 0.
             cache: Extended by the new columns.
-            all_positions: Return every new column's logits.
-            logits_at: Compute the logits of these new columns alone, int64 of shape [wanted]: over a large
-                vocabulary they cost as much as some layers. Needs `takes_logits_to_keep`.
+            logits_to_keep: 1 is the newest column, None every new one; or these new columns alone, int64 of
+                shape [wanted]: over a large vocabulary logits cost as much as some layers. The last needs
+                `takes_logits_to_keep`.
             recipe: Instead of the model's own.
 
         Returns:
             float32, shape [rows, vocabulary], [rows, new columns, vocabulary] or [rows, wanted, vocabulary].
         """
-        keep: int | torch.Tensor = 1 if logits_at is None else logits_at
         output = self.run(
             input_ids,
             attention_mask,
             position_ids,
             cache,
-            logits_to_keep=None if all_positions else keep,
+            logits_to_keep=logits_to_keep,
             recipe=recipe,
         )
         logits: torch.Tensor = output.logits
-        return (logits if all_positions or logits_at is not None else logits[:, -1]).float()
+        return (logits[:, -1] if isinstance(logits_to_keep, int) else logits).float()
 
     def run(
         self,

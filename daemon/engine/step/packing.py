@@ -116,8 +116,7 @@ class Packer:
             block_mask(lengths, self._model.dtype, device),
             torch.cat([torch.arange(length, device=device) for length in lengths])[None],
             cache,
-            all_positions=not self._sparing,
-            logits_at=last if self._sparing else None,
+            logits_to_keep=last if self._sparing else None,
             recipe=_FINISHED_MASK,
         )[0]
         slices = [
