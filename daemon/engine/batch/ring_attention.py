@@ -297,12 +297,13 @@ def ring_attention(  # noqa: PLR0917 - the interface's signature
     window.note_keys(key)
     rows, heads, _, dim = query.shape
     grouped = query.view(rows, key.shape[1], heads // key.shape[1], dim)
-    kwargs = {name: value for name, value in kwargs.items() if name not in window.ignored}
-    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    softcap, s_aux, sinks = (
+        None if name in window.ignored else kwargs.get(name) for name in ("softcap", "s_aux", "sinks")
+    )
     call = _Call(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=kwargs.get("softcap"),
-        sinks=sinks,
+        softcap=softcap,
+        sinks=sinks if s_aux is None else s_aux,
         biases=[
             bias
             for bias in (attention_mask, window.to_ring_order(kwargs.get("position_bias")))

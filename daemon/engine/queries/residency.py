@@ -95,10 +95,7 @@ class Residency:
         Args:
             query: Parked, with a copy on the host; None is nobody.
         """
-        ahead = self._ahead
-        if ahead is not None and (query is None or ahead.owner_id != query.query_id):
-            self._ahead = None
-            self.store.abort(ahead)
+        self._ahead = self._take_ahead(query)
         if query is None or self._ahead is not None or not query.on_host_tokens:
             return
         with contextlib.suppress(torch.OutOfMemoryError, CopyFailedError):
@@ -207,20 +204,25 @@ class Residency:
 
     def _load(self, query: Query) -> KVSlice | None:
         """Bring the parked copy back; a damaged one is dropped and must be computed again."""
-        ahead, self._ahead = self._ahead, None
-        digest = self.batch.layout.digest
+        ahead, digest = self._take_ahead(query), self.batch.layout.digest
         try:
-            if ahead is not None and ahead.owner_id == query.query_id:
+            if ahead is not None:
                 self._counters["loads_ahead_used"] += 1
                 return self.store.finish_load(ahead, layout_hash=digest)
-            if ahead is not None:
-                self.store.abort(ahead)
             return self.store.finish_load(
                 self.store.begin_load(query.query_id, self.batch.device, layout_hash=digest)
             )
         except (SliceCorruptError, CopyFailedError):
             self._forget(query)
             return None
+
+    def _take_ahead(self, query: Query | None) -> LoadTicket | None:
+        """The copy begun for this query; one begun for another is given up."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and (query is None or ahead.owner_id != query.query_id):
+            self.store.abort(ahead)
+            return None
+        return ahead
 
     def _load_session(self, query: Query) -> KVSlice | None:
         """Bring what the query's session spares it; from here on the query is on its own."""
