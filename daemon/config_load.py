@@ -148,7 +148,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
         rows=engine.rows,
         batch=engine.batch,
         prefill=engine.prefill,
-        chunk_tokens=-1 if engine.chunk_tokens == "auto" else engine.chunk_tokens,
+        chunk_tokens=engine.chunk_tokens,
         max_query_tokens=engine.max_query_tokens,
         host_pool_bytes=-1 if engine.host_pool_bytes == "auto" else int(engine.host_pool_bytes),
         session_bytes=-1 if engine.session_bytes == "auto" else int(engine.session_bytes),

@@ -223,8 +223,7 @@ class LocalEngine:
         self.batch_kind, self.batch_reason = serving.batch.kind, serving.reason
         self.preemption_mode = serving.preemption_mode
         self.chunkable = serving.chunkable
-        limits = (max_query_tokens, self.model.max_context_tokens, serving.capacity)
-        self.max_query_tokens = min(limit for limit in limits if limit is not None)
+        self.max_query_tokens = serving.most_query_tokens(self.model, max_query_tokens)
         self._replays_by_step = serving.replay_by_step and not self._inline
         most_tokens = None if chunk_tokens == "auto" or self._inline or not self.chunkable else chunk_tokens
         if self.deterministic and self.chunkable:  # Chunks with wanted logits are cut no finer than others.

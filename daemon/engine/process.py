@@ -214,7 +214,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         policy=policy,
         host_pool_bytes=pool_bytes,
         prefill=settings.prefill,
-        chunk_tokens="auto" if settings.chunk_tokens < 0 else settings.chunk_tokens or None,
+        chunk_tokens=settings.chunk_tokens or None,
         ready_limit=settings.ready_limit,
         max_query_tokens=settings.max_query_tokens or None,
         classes=SlaClasses(settings.classes),

@@ -5,6 +5,8 @@ Plain values only: the front resolved paths and sizes, and checked them.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from batond.policies.classes import DEFAULT_CLASSES, SlaClass
@@ -21,7 +23,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         rows: Rows of the batch.
         batch: "auto", "padded" or "ring".
         prefill: "decoupled" or "inline".
-        chunk_tokens: Prompt tokens computed between two decode steps; 0 is no bound, -1 ("auto") follows the
+        chunk_tokens: Prompt tokens computed between two decode steps; 0 is no bound, "auto" follows the
             inter-token target of the most urgent class that runs.
         max_query_tokens: Limit on prompt + max_tokens; 0 takes the model's own.
         host_pool_bytes: Host RAM for parked KV; -1 lets the engine choose ("auto").
@@ -45,7 +47,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     rows: int = 8
     batch: str = "auto"
     prefill: str = "decoupled"
-    chunk_tokens: int = -1
+    chunk_tokens: int | Literal["auto"] = "auto"
     max_query_tokens: int = 0
     host_pool_bytes: int = -1
     session_bytes: int = -1

@@ -56,6 +56,11 @@ class Serving:
     packer: Packer | None = None
     extends_slices: bool = False
 
+    def most_query_tokens(self, model: CausalModel, wanted: int | None) -> int:
+        """Longest query: what is wanted (None is no bound), what the model takes, and what the ring holds."""
+        limits = (wanted, model.max_context_tokens, self.capacity)
+        return min(limit for limit in limits if limit is not None)
+
 
 def choose_batch(
     kind: str,
@@ -125,8 +130,7 @@ def _completed(
     packer = find_packer(trial.model, batch.layout, prompts, trial.queries, most_tokens=pack_tokens)
     extends = False
     if sessions and serving.preemption_mode == "offload" and not serving.replay_by_step:
-        limits = (max_query_tokens, trial.model.max_context_tokens, serving.capacity)
-        most_tokens = min(limit for limit in limits if limit is not None)
+        most_tokens = serving.most_query_tokens(trial.model, max_query_tokens)
         extends = extends_exactly(trial.model, batch, prompts, most_tokens)
     return replace(serving, packer=packer, extends_slices=extends)
 
