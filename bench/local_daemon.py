@@ -37,6 +37,8 @@ class LocalDaemon:
         engine: Keys of `[engine]`.
         sections: Keys of further sections, by section.
         environment: Variables added to the daemon's environment.
+        tokens: Tokens by tenant, as another daemon of the same queue has them; others are made.
+        program: What Python runs, before `--config FILE`.
     """
 
     def __init__(
@@ -48,11 +50,14 @@ class LocalDaemon:
         engine: Mapping[str, Any],
         sections: Mapping[str, Mapping[str, Any]] | None = None,
         environment: Mapping[str, str] | None = None,
+        tokens: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "batond.daemon", "serve"),
     ) -> None:
         self.folder = folder
         self.socket = folder / "batond.sock"
         self.log = folder / "batond.log"
-        self._tokens = {name: secrets.token_urlsafe(24) for name in (*tenants, OPERATOR)}
+        self.tokens = {name: secrets.token_urlsafe(24) for name in (*tenants, OPERATOR)} | dict(tokens or {})
+        self._program = program
         self._config = folder / "batond.toml"
         self._config.write_text(self._toml(model, engine, sections or {}))
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("BATOND_")}
@@ -61,11 +66,11 @@ class LocalDaemon:
 
     def client(self, tenant: str, **options: Any) -> Client:
         """A client with the tenant's token."""
-        return Client(f"unix:{self.socket}", token=self._tokens[tenant], **{"timeout_s": 120.0, **options})
+        return Client(f"unix:{self.socket}", token=self.tokens[tenant], **{"timeout_s": 120.0, **options})
 
     def async_client(self, tenant: str) -> AsyncClient:
         """The same for asyncio."""
-        return AsyncClient(f"unix:{self.socket}", token=self._tokens[tenant], timeout_s=120.0)
+        return AsyncClient(f"unix:{self.socket}", token=self.tokens[tenant], timeout_s=120.0)
 
     def operator(self) -> Client:
         """A client that may use the admin service."""
@@ -107,7 +112,7 @@ class LocalDaemon:
     def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             return subprocess.Popen(  # noqa: S603 - our own interpreter, our own file
-                [sys.executable, "-m", "batond.daemon", "serve", "--config", str(self._config)],
+                [sys.executable, *self._program, "--config", str(self._config)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
@@ -127,7 +132,7 @@ class LocalDaemon:
         lines = []
         for section, keys in merged.items():
             lines += [f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in keys.items())]
-        for name, token in self._tokens.items():
+        for name, token in self.tokens.items():
             digest = hashlib.sha256(token.encode()).hexdigest()
             admin = _toml_value(name == OPERATOR)
             lines += ["[[tenants]]", f'name = "{name}"', f'token_sha256 = "{digest}"', f"admin = {admin}"]

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health
@@ -18,7 +19,7 @@ from batond.daemon.config_load import engine_settings, redacted, resolve_model_p
 from batond.daemon.front.admin import AdminServicer
 from batond.daemon.front.calls import Calls, by_credentials, by_user
 from batond.daemon.front.dispatcher import Dispatcher
-from batond.daemon.front.engine_link import EngineLink
+from batond.daemon.front.engine_link import ENGINE_COMMAND, EngineLink
 from batond.daemon.front.follow import Follower
 from batond.daemon.front.hub import Hub
 from batond.daemon.front.identity import Identities, LocalAdministrators
@@ -38,7 +39,8 @@ from batond.daemon.telemetry.metrics import Metrics
 from batond.daemon.telemetry.systemd import Notifier
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from pathlib import Path
     from typing import Any
 
     import redis.asyncio
@@ -92,16 +94,31 @@ class EngineListener:
             self.dispatcher.engine_down()
 
 
-async def serve(settings: Settings, reread: Callable[[], Settings]) -> None:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What measurements and tests put others in the place of.
+
+    Attributes:
+        engine_command: Starts the engine process.
+        load_tokenizer: Loads the tokenizer of a model's folder or file.
+    """
+
+    engine_command: Sequence[str] = ENGINE_COMMAND
+    load_tokenizer: Callable[[Path], Tokenizer] = load_tokenizer
+
+
+async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts | None = None) -> None:
     """Run the daemon until it is told to stop.
 
     Args:
         settings: To begin with.
         reread: Reads them again, for SIGHUP; raises ConfigError.
+        parts: None takes the real ones.
 
     Raises:
         BatondError: It can't start as configured, or can't go on.
     """
+    parts = parts or Parts()
     _log.info("configuration", **redacted(settings))
     stop, reload = on_signals()
     tls_files = read_tls(settings.tls)  # A wrong key is found before the model is loaded.
@@ -109,7 +126,11 @@ async def serve(settings: Settings, reread: Callable[[], Settings]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         # The engine comes first: it takes longest, and no process is started once gRPC has threads.
         listener = EngineListener(notifier)
-        link = EngineLink(engine_settings(settings), backoff_s=settings.service.engine_backoff_s)
+        link = EngineLink(
+            engine_settings(settings),
+            backoff_s=settings.service.engine_backoff_s,
+            command=parts.engine_command,
+        )
         engine = asyncio.create_task(link.run(listener), name="engine")
         stack.push_async_callback(_end_engine, link, engine)
         notifier.loading("starting", EXTEND_START_S)
@@ -117,7 +138,7 @@ async def serve(settings: Settings, reread: Callable[[], Settings]) -> None:
         client = open_async(url)
         stack.push_async_callback(client.aclose)
         _log.info("redis", server=await check_server(client))
-        tokenizer = await asyncio.to_thread(load_tokenizer, resolve_model_path(settings.model.path))
+        tokenizer = await asyncio.to_thread(parts.load_tokenizer, resolve_model_path(settings.model.path))
         ready = await _unless(stop, engine, listener.first_ready)
         if ready is not None:
             front = _Front(

@@ -1,0 +1,52 @@
+"""The real daemon on an engine that computes nothing: `python -m batond.bench.fake_daemon --config FILE`.
+
+Front, queue and gRPC are the real ones, in processes of their own; only the engine process (`fake_engine.py`)
+and the tokenizer are not. It is ready in about a second, without torch. `model.path` may be any folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path  # noqa: TC003 - typer reads the annotation
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from batond.bench.fake_engine import VOCAB_SIZE
+from batond.daemon.config_load import load_settings
+from batond.daemon.front.app import Parts, serve
+from batond.daemon.telemetry.logging import configure_logging
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: For `LocalDaemon`: what to start instead of `batond serve`.
+PROGRAM: Final = ("-m", "batond.bench.fake_daemon")
+_ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "batond.bench.fake_engine")
+
+
+class FakeTokenizer:
+    """A token a character."""
+
+    longest_token_chars = 1
+
+    def encode_text(self, text: str) -> list[int]:
+        """See Tokenizer."""
+        return [ord(char) % (VOCAB_SIZE - 1) + 1 for char in text]
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        """See Tokenizer."""
+        return self.encode_text("".join(f"{role}:{content}\n" for role, content in messages))
+
+
+def main(config: Annotated[Path, typer.Option()]) -> None:
+    """Serve until SIGTERM."""
+    settings = load_settings(config)
+    configure_logging(settings.log.level, settings.log.format)
+    parts = Parts(engine_command=_ENGINE_COMMAND, load_tokenizer=lambda _: FakeTokenizer())
+    asyncio.run(serve(settings, lambda: load_settings(config), parts))
+
+
+if __name__ == "__main__":
+    typer.run(main)
