@@ -86,7 +86,7 @@ def fake_text(token_ids: Sequence[int]) -> str:
 
 
 def _state(prompt_token_ids: Sequence[int], seed: int) -> hashlib.blake2b:
-    return hashlib.blake2b(repr((list(prompt_token_ids), seed)).encode(), digest_size=8)
+    return hashlib.blake2b(repr(([int(token) for token in prompt_token_ids], seed)).encode(), digest_size=8)
 
 
 def _token(state: hashlib.blake2b, index: int) -> int:
