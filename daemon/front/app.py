@@ -33,7 +33,15 @@ from batond.daemon.front.state import DaemonState
 from batond.daemon.front.tenant_book import TenantBook
 from batond.daemon.front.text import load_tokenizer
 from batond.daemon.front.tls import ServerTls, read_tls
-from batond.daemon.queue import EmbeddedRedis, JobStore, LeaseKeeper, check_server, open_async, open_sync
+from batond.daemon.queue import (
+    EmbeddedRedis,
+    JobStore,
+    LeaseKeeper,
+    NewsFeed,
+    check_server,
+    open_async,
+    open_sync,
+)
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.telemetry.metrics import Metrics
 from batond.daemon.telemetry.systemd import Notifier
@@ -195,6 +203,7 @@ class _Front:
             client, ready.model, classes.names, max_queued=queue.max_queued, max_attempts=queue.max_attempts
         )
         hub, loop = Hub(), asyncio.get_running_loop()
+        self._feed = hub.listener = feed = NewsFeed(client.pubsub, store.keys, hub.poke)
         lease_ms = int(queue.lease_s * 1000)
         self._keeper = LeaseKeeper(
             open_sync(url, timeout_s=queue.lease_s / 4),
@@ -237,7 +246,9 @@ class _Front:
         self._jobs = JobServicer(
             calls=calls,
             store=store,
-            follower=Follower(store, hub, stopping=lambda: self._dispatcher.draining),
+            follower=Follower(
+                store, hub, stopping=lambda: self._dispatcher.draining, deaf=lambda: not feed.up
+            ),
             hub=hub,
             dispatcher=self._dispatcher,
             reader=RequestReader(tokenizer, classes, limits),
@@ -277,6 +288,7 @@ class _Front:
                 ("health", keep_health(health_servicer, self._state)),
                 ("watchdog", self._watchdog(notifier)),
                 ("tenants", self._book.run()),
+                ("news", self._feed.run()),
             )
         ]
         stack = contextlib.AsyncExitStack()

@@ -205,6 +205,7 @@ class Dispatcher:
         """Stop intake, let jobs finish for `timeout_s`, and hand back the rest with their tokens."""
         self.draining = True
         self._wake.set()
+        self._hub.poke_all()  # Who watches a job that runs elsewhere shall watch it elsewhere.
         await self._claims_ended.wait()  # A claim under way still brings its jobs.
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,24 +1,35 @@
-"""The events of one job from any token on, wherever it runs: Redis for the past, the hub for the present."""
+"""The events of one job from any token on, wherever it runs.
+
+Redis has the past, and the present of jobs that run on other daemons: there a watcher reads on when it hears
+that there is more. The hub has the present of jobs that run here.
+"""
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from batond.daemon.errors import UnavailableError
+from batond.daemon.front.lookout import Lookout
 from batond.daemon.queue import Chunk, JobState
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 
     from batond.daemon.front.hub import Hub, LiveEvent, LiveJob
     from batond.daemon.queue import JobRecord, JobStore, Place
 
-#: How often a job that waits, or runs on another daemon, is looked at.
-POLL_S = 0.25
-
+#: How often a job that runs on another daemon is looked at, in case its news got lost.
+POLL_S = 2.0
+#: The same while no news can come.
+DEAF_POLL_S = 0.25
+#: How often a waiting job's place is looked up.
+PLACE_S = 0.5
+#: With many watchers each looks less often: so many looks a second, all together, that nothing asked for.
+LOOKS_PER_S = 250.0
 
 #: The expected start is told again when it has moved by so much, and by this part of the time left.
 MOVED_MS = 1000
@@ -48,14 +59,23 @@ class Follower:
 
     Args:
         store: The queue.
-        hub: Jobs that run here.
+        hub: Jobs that run here, and news of the others.
         stopping: Whether the daemon is about to end.
+        deaf: Whether no news of jobs that run elsewhere can come at present.
     """
 
-    def __init__(self, store: JobStore, hub: Hub, stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        hub: Hub,
+        stopping: Callable[[], bool],
+        deaf: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._store = store
         self._hub = hub
         self._stopping = stopping
+        self._deaf = deaf
+        self._lookout = Lookout(store)
 
     async def follow(
         self,
@@ -82,42 +102,70 @@ class Follower:
         cursor = _Cursor(from_index, choice_indexes)
         if announce:
             record = await self._store.get(tenant, job_id)
+            cursor.choices = record.choices
             cursor.said = await self._place(record)
             yield InLine(record, cursor.said)
-        while True:
+        while not cursor.over:
             live = self._hub.get(tenant, job_id)
-            if live is None or cursor.misses(live.base_indexes):
+            if live is None:
+                async with aclosing(self._elsewhere(tenant, job_id, cursor)) as events:
+                    async for event in events:
+                        yield event
+                continue
+            if cursor.misses(live.base_indexes):
                 async for past in self._past(tenant, job_id, cursor):
                     yield past
-                    if isinstance(past, Ended):
-                        return
-            if live is not None:
-                async for event in self._present(live, cursor):
-                    yield event
-            elif self._stopping():
-                raise UnavailableError(
-                    f"this daemon stops; watch the job again from token {cursor.lowest_index}",
-                    reason="STOPPING",
-                    next_token_index=cursor.lowest_index,
-                )
-            else:
-                await self._hub.wait_for(tenant, job_id, POLL_S)
+            if not cursor.over:
+                async for present in self._present(live, cursor):
+                    yield present
+
+    async def _elsewhere(
+        self, tenant: str, job_id: str, cursor: _Cursor
+    ) -> AsyncGenerator[FollowEvent, None]:
+        """What happens to a job until it ends or runs here."""
+        watch = self._hub.watch(tenant, job_id)
+        try:
+            while True:
+                watch.clear()
+                async for past in self._past(tenant, job_id, cursor):
+                    yield past
+                if cursor.over or self._hub.get(tenant, job_id) is not None:
+                    return
+                if self._stopping():
+                    raise UnavailableError(
+                        f"this daemon stops; watch the job again from token {cursor.lowest_index}",
+                        reason="STOPPING",
+                        next_token_index=cursor.lowest_index,
+                    )
+                await watch.wait(self._patience_s(cursor))
+        finally:
+            watch.close()
+
+    def _patience_s(self, cursor: _Cursor) -> float:
+        """How long a watcher waits for news before it looks by itself."""
+        wish_s = PLACE_S if cursor.waits else DEAF_POLL_S if self._deaf() else POLL_S
+        return max(wish_s, self._hub.waiting / LOOKS_PER_S)
 
     async def _past(self, tenant: str, job_id: str, cursor: _Cursor) -> AsyncIterator[FollowEvent]:
-        # The record comes first: if it is final, all output is there to be read.
-        record = await self._store.get(tenant, job_id)
-        from_indexes = [cursor.next_index(choice) for choice in range(record.choices)]
-        for past in await self._store.read_choices(tenant, job_id, from_indexes):
-            for chunk in past:
+        if not cursor.choices:
+            cursor.choices = (await self._store.get(tenant, job_id)).choices
+        from_indexes = [cursor.next_index(choice) for choice in range(cursor.choices)]
+        sight = await self._lookout.look(tenant, job_id, from_indexes)
+        for chunks in sight.outputs:
+            for chunk in chunks:
                 if (wanted := cursor.take(chunk)) is not None:
                     yield wanted
-        if record.state.final:
-            yield Ended(record)
-            return
-        place = await self._place(record)
-        if place is not None and _moved(cursor.said, place):
-            cursor.said = place
-            yield InLine(record, place)
+        cursor.waits = sight.state is JobState.QUEUED
+        if sight.state is not None and sight.state.final:
+            record = await self._store.get(tenant, job_id)
+            cursor.over = record.state.final  # Or an operator lets a dead job run again just now.
+            if cursor.over:
+                yield Ended(record)
+        elif cursor.waits:
+            place = await self._store.place(tenant, job_id)
+            if place is not None and _moved(cursor.said, place):
+                cursor.said = place
+                yield InLine(await self._store.get(tenant, job_id), place)
 
     async def _present(self, live: LiveJob, cursor: _Cursor) -> AsyncIterator[LiveEvent]:
         position = 0
@@ -156,12 +204,21 @@ class _Seen:
 
 
 class _Cursor:
-    """What a watcher has seen: the next token it has not, and its place in line as it was told last."""
+    """What a watcher has seen.
+
+    Attributes:
+        choices: How many the job has; 0 is not known yet.
+        said: The job's place in line, as it was told last.
+        waits: Whether the job waited when it was looked at last.
+        over: Whether it has ended, and the watcher knows.
+    """
 
     def __init__(self, from_index: int, choice_indexes: Mapping[int, int] | None = None) -> None:
         self._from_index = from_index
         self._choices = {choice: _Seen(index) for choice, index in (choice_indexes or {}).items()}
+        self.choices = 0
         self.said: Place | None = None
+        self.waits = self.over = False
 
     def next_index(self, choice: int) -> int:
         """The first token of a choice that was not seen."""

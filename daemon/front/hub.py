@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from batond.daemon.queue import Chunk
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,66 @@ class LiveJob:
         self._news = asyncio.Event()
 
 
+class Listener(Protocol):
+    """Hears of jobs that don't run here, see NewsFeed."""
+
+    def listen(self, tenant: str, job_id: str) -> None:
+        """Tell of a job."""
+
+    def leave(self, tenant: str, job_id: str) -> None:
+        """Tell of it no longer."""
+
+
+class Watch:
+    """A watcher's place in the hub, for a job that does not run here; close it."""
+
+    def __init__(self, close: Callable[[Watch], None]) -> None:
+        self._close = close
+        self._news = asyncio.Event()
+
+    def poke(self) -> None:
+        """Say that there may be something new."""
+        self._news.set()
+
+    @property
+    def told(self) -> bool:
+        """Whether something may be new."""
+        return self._news.is_set()
+
+    def clear(self) -> None:
+        """Forget what was told. Do so before looking: what comes while looking is told again."""
+        self._news.clear()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when there may be something new, or after a while."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        except TimeoutError:
+            return
+
+    def close(self) -> None:
+        """End it. Nothing happens the second time."""
+        self._close(self)
+
+
 class Hub:
-    """The records of all jobs that run here, and who waits for one to appear."""
+    """The records of all jobs that run here, and who waits for one that does not.
+
+    Attributes:
+        listener: Is told which jobs are watched that don't run here; what it hears comes back by `poke`.
+    """
 
     def __init__(self) -> None:
         self._live: dict[tuple[str, str], LiveJob] = {}
-        self._waiting: defaultdict[tuple[str, str], set[asyncio.Event]] = defaultdict(set)
+        self._watches: defaultdict[tuple[str, str], set[Watch]] = defaultdict(set)
+        self._waiting = 0
+        self.listener: Listener | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Watchers of jobs that don't run here."""
+        return self._waiting
 
     def get(self, tenant: str, job_id: str) -> LiveJob | None:
         """Return the record of a job that runs here."""
@@ -97,7 +151,7 @@ class Hub:
         """Begin the record of a claim; one of an earlier claim is closed."""
         self.close(tenant, job_id)
         live = self._live[tenant, job_id] = LiveJob(base_indexes)
-        self._poke(tenant, job_id)
+        self.poke(tenant, job_id)
         return live
 
     def close(self, tenant: str, job_id: str) -> None:
@@ -105,25 +159,40 @@ class Hub:
         live = self._live.pop((tenant, job_id), None)
         if live is not None:
             live.close()
-        self._poke(tenant, job_id)
+        self.poke(tenant, job_id)
 
-    async def wait_for(self, tenant: str, job_id: str, timeout_s: float) -> None:
-        """Return when a job begins or ends to run here, or after a while; at once if it runs here."""
-        if (tenant, job_id) in self._live:
-            return
-        event = asyncio.Event()
-        waiting = self._waiting[tenant, job_id]
-        waiting.add(event)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-        except TimeoutError:
-            return
-        finally:
-            waiting.discard(event)
-            if not waiting and self._waiting.get((tenant, job_id)) is waiting:
-                del self._waiting[tenant, job_id]
+    def watch(self, tenant: str, job_id: str) -> Watch:
+        """Wait for news of a job that does not run here, until the watch is closed.
 
-    def _poke(self, tenant: str, job_id: str) -> None:
-        for event in self._waiting.get((tenant, job_id), ()):
-            event.set()
+        Told are: it begins or ends to run here, and what the listener hears of it.
+        """
+        name = (tenant, job_id)
+
+        def close(watch: Watch) -> None:
+            watches = self._watches.get(name, set())
+            if watch not in watches:
+                return
+            watches.discard(watch)
+            self._waiting -= 1
+            if not watches:
+                del self._watches[name]
+                if self.listener is not None:
+                    self.listener.leave(*name)
+
+        watch, watches = Watch(close), self._watches[name]
+        if not watches and self.listener is not None:
+            self.listener.listen(*name)
+        watches.add(watch)
+        self._waiting += 1
+        return watch
+
+    def poke(self, tenant: str, job_id: str) -> None:
+        """Wake the watchers of a job."""
+        for watch in self._watches.get((tenant, job_id), ()):
+            watch.poke()
+
+    def poke_all(self) -> None:
+        """Wake all watchers."""
+        for watches in self._watches.values():
+            for watch in watches:
+                watch.poke()

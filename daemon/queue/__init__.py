@@ -4,6 +4,7 @@ from batond.daemon.queue.connection import check_server, open_async, open_sync
 from batond.daemon.queue.embedded import EmbeddedRedis
 from batond.daemon.queue.lease import LeaseKeeper
 from batond.daemon.queue.limits import TenantLimits
+from batond.daemon.queue.news import NewsFeed
 from batond.daemon.queue.records import (
     Chunk,
     ClaimedJob,
@@ -43,6 +44,7 @@ __all__ = [
     "JobState",
     "JobStore",
     "LeaseKeeper",
+    "NewsFeed",
     "Notice",
     "NoticeKind",
     "Page",

@@ -30,6 +30,7 @@ MIN_VERSION: Final[tuple[int, ...]] = (6, 2)
 RETRIES: Final = 2
 BACKOFF_CAP_S: Final = 0.2
 TIMEOUT_S: Final = 5.0
+MAX_CONNECTIONS: Final = 64  # Of one daemon; each costs the server some 20 KiB.
 #: The server is there but can't write now: its disk, its role, its cluster.
 AWAY_CODES: Final = ("MISCONF", "READONLY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS")
 
@@ -43,12 +44,16 @@ def open_async(url: str, *, timeout_s: float = TIMEOUT_S) -> redis.asyncio.Redis
         ConfigError: The URL can't be read.
     """
     try:
-        return redis.asyncio.Redis.from_url(
+        # A thousand calls at once wait for one of these; the plain pool would refuse the hundred and first.
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
             url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=timeout_s,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=AsyncRetry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=0.02), RETRIES),
         )
+        return redis.asyncio.Redis.from_pool(pool)
     except ValueError as error:
         raise ConfigError(f"the Redis URL can't be used: {error}", setting="queue.url") from error
 

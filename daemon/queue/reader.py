@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import quote
 
 import msgspec
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from batond.daemon.errors import BatondError, InvalidRequestError, NotFoundError
 from batond.daemon.queue import dead
@@ -16,6 +16,7 @@ from batond.daemon.queue.calls import call
 from batond.daemon.queue.codec import decode_claimed
 from batond.daemon.queue.connection import domain_error
 from batond.daemon.queue.keys import Keys, job_ref, split_ref
+from batond.daemon.queue.look import GONE, Look, Sight, ask_output, read_output, read_state
 from batond.daemon.queue.records import (
     Chunk,
     Counts,
@@ -29,7 +30,6 @@ from batond.daemon.queue.records import (
     NoticeKind,
     Page,
     Place,
-    decode_chunk,
     decode_record,
     decode_spec,
 )
@@ -163,22 +163,33 @@ class JobReader:
                 raise InvalidRequestError(
                     "from_index must not be negative", field="from_index", value=from_index
                 )
-            out = self.keys.out(job_ref(tenant, job_id), choice)
-            pipe.xrevrange(out, f"{from_index}-0", "-", count=1)
-            pipe.xrange(out, f"{from_index}-0", "+", count=limit)
-        outputs = []
+            ask_output(pipe, self.keys.out(job_ref(tenant, job_id), choice), from_index, limit)
+        replies = await self._ask(pipe.execute())
         try:
-            replies = await self._ask(pipe.execute())
-            for from_index, before, after in zip(
-                from_indexes.values(), replies[::2], replies[1::2], strict=True
-            ):
-                chunks = [decode_chunk(fields[b"c"]) for _, fields in [*before, *after]]
-                if before and chunks[0].first_index + len(chunks[0].token_ids) <= from_index:
-                    del chunks[0]
-                outputs.append(chunks[:limit])
-        except (GarbageError, KeyError) as error:
+            return [
+                read_output(before, after, from_index)[:limit]
+                for from_index, before, after in zip(
+                    from_indexes.values(), replies[::2], replies[1::2], strict=True
+                )
+            ]
+        except GarbageError as error:
             raise _not_found(tenant, job_id) from error
-        return outputs
+
+    async def look(self, looks: Sequence[Look]) -> list[Sight]:
+        """Gives state and committed output of many jobs, in one round trip."""
+        pipe = self._client.pipeline(transaction=False)
+        for look in looks:
+            ref = job_ref(look.tenant, look.job_id)
+            # The state comes first: if it is final, all output is there to be read.
+            pipe.hget(self.keys.job(ref), "state")
+            for choice, from_index in enumerate(look.from_indexes):
+                ask_output(pipe, self.keys.out(ref, choice), from_index)
+        # A key somebody wrote by hand fails its own look only.
+        replies = iter(await self._ask(pipe.execute(raise_on_error=False)))
+        return [
+            _sight(next(replies), [(next(replies), next(replies)) for _ in look.from_indexes], look)
+            for look in looks
+        ]
 
     async def place(self, tenant: str, job_id: str) -> Place | None:
         """Estimates the jobs that will be claimed before this one, and its start; None if it does not wait.
@@ -309,20 +320,6 @@ class JobReader:
             except RedisError as error:
                 raise domain_error(error) from error
 
-    async def news(self, tenant: str, job_id: str) -> AsyncIterator[None]:
-        """Yields when there may be more to read of a job: once at the start, then at commits and its end.
-
-        Raises:
-            UnavailableError: The connection broke; call again.
-        """
-        async with self._client.pubsub() as pubsub:
-            try:
-                await pubsub.subscribe(self.keys.news(job_ref(tenant, job_id)))
-                async for _ in _messages(pubsub):
-                    yield None
-            except RedisError as error:
-                raise domain_error(error) from error
-
 
 async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
     """Like `listen`, which some versions of the client end with the socket's time-out."""
@@ -338,6 +335,20 @@ def _not_found(tenant: str, job_id: str) -> NotFoundError:
         tenant=tenant,
         job_id=job_id,
     )
+
+
+def _sight(state: Any, outputs: list[tuple[Any, Any]], look: Look) -> Sight:
+    """What a look sees; raises what the server said if that is not of the job itself."""
+    for reply in (state, *(part for pair in outputs for part in pair)):
+        if isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE"):
+            return GONE
+        if isinstance(reply, RedisError):
+            raise domain_error(reply) from reply
+    try:
+        chunks = [read_output(*pair, index) for pair, index in zip(outputs, look.from_indexes, strict=True)]
+    except GarbageError:
+        return GONE
+    return Sight(read_state(state), chunks)
 
 
 def _notice(message: dict[str, Any], orders: str) -> Notice | None:

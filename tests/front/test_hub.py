@@ -16,6 +16,20 @@ def chunk(index: int) -> Chunk:
     return Chunk(first_index=index, token_ids=[index], text=str(index))
 
 
+class Listener:
+    """Keeps which jobs it is to hear of."""
+
+    def __init__(self) -> None:
+        self.jobs: set[str] = set()
+
+    def listen(self, _: str, job_id: str) -> None:
+        assert job_id not in self.jobs
+        self.jobs.add(job_id)
+
+    def leave(self, _: str, job_id: str) -> None:
+        self.jobs.remove(job_id)
+
+
 async def read_all(live: LiveJob) -> list[LiveEvent]:
     seen: list[LiveEvent] = []
     while True:
@@ -57,33 +71,42 @@ async def test_a_watcher_that_does_not_read_delays_nobody() -> None:
         await sleeper
 
 
-async def test_who_waits_for_a_job_is_woken_by_its_begin_and_its_end() -> None:
+async def test_who_waits_for_a_job_is_woken_by_its_begin_its_end_and_news_of_it() -> None:
     hub = Hub()
+    watch = hub.watch("t", "j")
     async with asyncio.timeout(TIMEOUT_S):
-        waiting = asyncio.create_task(hub.wait_for("t", "j", 600))
-        await asyncio.sleep(0)
         hub.open("t", "j", base_indexes=(0,))
-        await waiting
-        await hub.wait_for("t", "j", 600)  # It runs: no wait.
+        await watch.wait(600)
+        watch.clear()
         assert hub.get("t", "j") is not None
         assert hub.get("other", "j") is None
         hub.close("t", "j")
-        waiting = asyncio.create_task(hub.wait_for("t", "j", 600))
-        await asyncio.sleep(0)
-        hub.close("t", "j")
-        await waiting
+        await watch.wait(600)
+        watch.clear()
+        hub.poke("t", "j")
+        await watch.wait(600)
+        watch.clear()
+        hub.poke_all()
+        await watch.wait(600)
+    watch.clear()
+    hub.poke("other", "j")
+    await watch.wait(0.01)
+    assert not watch.told
 
 
-async def test_waits_leave_nothing_behind() -> None:
-    """C5: neither time-outs nor cancelled watchers stay in the hub."""
-    hub = Hub()
-    await hub.wait_for("t", "j", 0.01)
-    watchers = [asyncio.create_task(hub.wait_for("t", "j", 600)) for _ in range(200)]
-    await asyncio.sleep(0)
-    for watcher in watchers:
-        watcher.cancel()
-    await asyncio.gather(*watchers, return_exceptions=True)
-    assert not hub._waiting
+async def test_the_listener_hears_of_a_job_as_long_as_it_is_watched() -> None:
+    hub, heard = Hub(), Listener()
+    hub.listener = heard
+    first, second, other = hub.watch("t", "j"), hub.watch("t", "j"), hub.watch("t", "k")
+    assert (heard.jobs, hub.waiting) == ({"j", "k"}, 3)
+    first.close()
+    first.close()
+    assert (heard.jobs, hub.waiting) == ({"j", "k"}, 2)
+    second.close()
+    assert heard.jobs == {"k"}
+    other.close()
+    assert (heard.jobs, hub.waiting) == (set(), 0)
+    assert not hub._watches, "C5: nothing stays"
 
 
 async def test_a_new_claim_ends_the_record_of_the_old_one() -> None:

@@ -14,6 +14,7 @@ from batond.daemon.front import follow as module
 from batond.daemon.front.follow import Follower, InLine
 from batond.daemon.front.hub import Hub
 from batond.daemon.queue import JobState, Place
+from batond.daemon.queue.look import Sight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +38,8 @@ class Line:
     async def get(self, *_: Any) -> Any:
         return RECORD
 
-    async def read_choices(self, *_: Any, **__: Any) -> list[Any]:
-        return []
+    async def look(self, looks: list[Any]) -> list[Sight]:
+        return [Sight(JobState.QUEUED, [[]]) for _ in looks]
 
     async def place(self, *_: Any) -> Place | None:
         if len(self._places) > 1:
@@ -48,7 +49,7 @@ class Line:
 
 
 async def heard(monkeypatch: pytest.MonkeyPatch, *places: Place | None, announce: bool = False) -> list[Any]:
-    monkeypatch.setattr(module, "POLL_S", 0.001)
+    monkeypatch.setattr(module, "PLACE_S", 0.001)
     line, events = Line(*places), []
     store: Any = line
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +11,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from batond.daemon.queue import Chunk, ClaimedJob, EmbeddedRedis, JobSpec, JobStore, StepCommit, open_async
+from batond.daemon.queue import (
+    Chunk,
+    ClaimedJob,
+    EmbeddedRedis,
+    JobSpec,
+    JobStore,
+    NewsFeed,
+    StepCommit,
+    open_async,
+)
 from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     import redis.asyncio
 
@@ -102,6 +113,25 @@ class Queue:
         connection = open_async(self.url)
         self.extra.append(connection)
         return JobStore(connection, "m", CLASSES, **kw)
+
+    @contextlib.asynccontextmanager
+    async def news(self, job_id: str, *, tenant: str = "t") -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Listens to a job as another daemon does; gives what returns when there is news."""
+        heard = asyncio.Event()
+        store = self.another()
+        feed = NewsFeed(store._client.pubsub, store.keys, lambda *_: heard.set())
+        feed.listen(tenant, job_id)
+
+        async def wait() -> None:
+            async with asyncio.timeout(10):
+                await heard.wait()
+            heard.clear()
+
+        task = asyncio.create_task(feed.run())
+        await wait()  # For the word that it listens.
+        yield wait
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     async def lapse(self, tenant: str, job_id: str) -> None:
         """Lets the lease of a job be over, without waiting for it."""

@@ -76,11 +76,9 @@ async def test_the_reaper_fails_late_jobs_with_their_queue_time(queue: Queue, fi
     queued_ms = (await queue.store.get("t", "late")).queued_ms
     await queue.client.hset(queue.store.keys.job("t/late"), "queued_ms", queued_ms - 7000)
     await let_pass(queue, "late", field)
-    news = queue.another().news("t", "late")
-    await anext(news)
-    assert (await queue.store.reap()).late == [("t", "late")]
-    await asyncio.wait_for(anext(news), 10)
-    await news.aclose()
+    async with queue.news("late") as news:
+        assert (await queue.store.reap()).late == [("t", "late")]
+        await news()
     record = await queue.store.get("t", "late")
     assert is_late(record)
     assert 7000 <= record.waited_ms < 60_000

@@ -171,12 +171,11 @@ async def test_a_submit_wakes_idle_daemons(queue: Queue) -> None:
 async def test_a_watcher_elsewhere_hears_of_output_and_end(queue: Queue) -> None:
     await queue.submit("a")
     job = await queue.claim_one()
-    news = queue.another().news("t", "a")
-    await anext(news)
-    for step in (queue.step(job, 0, 1), queue.step(job, 1, state=JobState.FAILED, error_reason="INTERNAL")):
-        await queue.commit(step)
-        await asyncio.wait_for(anext(news), 10)
-    await news.aclose()
+    last = queue.step(job, 1, state=JobState.FAILED, error_reason="INTERNAL")
+    async with queue.news("a") as news:
+        for step in (queue.step(job, 0, 1), last):
+            await queue.commit(step)
+            await news()
     record = await queue.store.get("t", "a")
     assert (record.state, record.error_reason) == (JobState.FAILED, "INTERNAL")
 

@@ -1,0 +1,71 @@
+"""What watchers of many jobs read of them, in one round trip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from batond.daemon.queue.records import Chunk, GarbageError, JobState, decode_chunk
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one watcher wants to see.
+
+    Attributes:
+        tenant: Whose job.
+        job_id: Which.
+        from_indexes: First output token wanted of each choice, from 0.
+    """
+
+    tenant: str
+    job_id: str
+    from_indexes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What it sees.
+
+    Attributes:
+        state: Of the job; None if it is gone, or can't be read. If it is final, `outputs` has all there is.
+        outputs: Committed chunks of each choice from the token wanted on; see `JobReader.read_chunks`.
+    """
+
+    state: JobState | None
+    outputs: list[list[Chunk]] = field(default_factory=list)
+
+
+GONE = Sight(None)
+
+
+def ask_output(pipe: Any, key: str, from_index: int, limit: int | None = None) -> None:
+    """Asks for the chunks of one choice from a token on: the one that may reach over it, and all after."""
+    pipe.xrevrange(key, f"{from_index}-0", "-", count=1)
+    pipe.xrange(key, f"{from_index}-0", "+", count=limit)
+
+
+def read_output(before: Any, after: Any, from_index: int) -> list[Chunk]:
+    """Reads the two replies to `ask_output`.
+
+    Raises:
+        GarbageError: Somebody wrote into the stream by hand.
+    """
+    try:
+        chunks = [decode_chunk(fields[b"c"]) for _, fields in [*before, *after]]
+    except KeyError as error:
+        raise GarbageError("an entry of the output has no chunk") from error
+    if before and chunks[0].first_index + len(chunks[0].token_ids) <= from_index:
+        del chunks[0]
+    return chunks
+
+
+def read_state(raw: bytes | None) -> JobState | None:
+    """Reads the field; None if there is no such job, or none of ours."""
+    try:
+        return None if raw is None else JobState(raw.decode())
+    except ValueError:  # Also what is no text at all.
+        return None
