@@ -20,13 +20,15 @@ from batond.daemon.config_load import (
     redacted,
 )
 from batond.daemon.errors import BatondError, ConfigError
-from batond.daemon.queue.connection import open_sync
+from batond.daemon.queue.check import check_target
+from batond.daemon.queue.target import target_of
 from batond.daemon.simulator.command import simulate
 from batond.daemon.telemetry.logging import configure_logging
 from batond.policies.registry import check_configured, load_policy
 
 EXIT_CONFIG = 2
 TOKEN_BYTES = 32
+CONNECT_TIMEOUT_S = 3.0
 
 app = typer.Typer(
     name="batond",
@@ -65,6 +67,7 @@ Rows = Annotated[int | None, typer.Option(help="Rows of the batch.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Listen = Annotated[list[str] | None, typer.Option(help="host:port or unix:/path; may be repeated.")]
 Policy = Annotated[str, typer.Option(help="Scheduling policy.")]
+Connect = Annotated[bool, typer.Option("--connect", help="Ask the queue's Redis servers, too.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
@@ -101,6 +104,7 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     policy: Policy = "",
     log_level: LogLevel = "",
     assign: Assignments = None,
+    connect: Connect = False,  # noqa: FBT002 - typer wants a default
 ) -> None:
     """Check the configuration and show it as resolved, secrets left out. Takes the flags of `serve`."""
     from batond.daemon.front.tls import read_tls  # noqa: PLC0415 - brings gRPC
@@ -110,8 +114,11 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     load_policy(settings.engine.policy)
     check_configured(settings.policy_options)
     read_tls(settings.tls)
-    if url := settings.queue.url.get_secret_value():
-        open_sync(url).close()  # Reads the URL; nothing is connected before the first command.
+    if settings.queue.named:
+        target = target_of(settings.queue)
+        if connect:
+            found = asyncio.run(check_target(target, timeout_s=CONNECT_TIMEOUT_S))
+            typer.echo(f"the queue's servers will do: {found}", err=True)
     typer.echo(json.dumps(redacted(settings), indent=2, default=str))
 
 

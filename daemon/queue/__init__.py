@@ -1,6 +1,7 @@
 """The durable job queue: Redis keys, Lua scripts and the embedded server."""
 
-from batond.daemon.queue.connection import check_server, open_async, open_sync
+from batond.daemon.queue.check import check_server, check_target
+from batond.daemon.queue.connection import open_async, open_sync
 from batond.daemon.queue.embedded import EmbeddedRedis
 from batond.daemon.queue.lease import LeaseKeeper
 from batond.daemon.queue.limits import TenantLimits
@@ -56,6 +57,7 @@ __all__ = [
     "TenantLimits",
     "Why",
     "check_server",
+    "check_target",
     "open_async",
     "open_sync",
 ]

@@ -1,14 +1,14 @@
-"""Connections to Redis, and the checks a server must pass before jobs are trusted to it."""
+"""Clients of Redis, and what their failures mean."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import redis
 import redis.asyncio
-import structlog
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.backoff import ExponentialBackoff
+from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     ClusterDownError,
@@ -18,73 +18,130 @@ from redis.exceptions import (
     RedisError,
     ResponseError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 
 from batond.daemon.errors import BatondError, ConfigError, ExhaustedError, UnavailableError
+from batond.daemon.queue.finder import Finder, async_pool, redirect, sync_pool
+from batond.daemon.queue.target import RedisTarget, read_url
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-MIN_VERSION: Final[tuple[int, ...]] = (6, 2)
 #: A call may be tried again: every script does nothing the second time (claim: gives the same again).
 RETRIES: Final = 2
 BACKOFF_CAP_S: Final = 0.2
 TIMEOUT_S: Final = 5.0
-MAX_CONNECTIONS: Final = 64  # Of one daemon; each costs the server some 20 KiB.
+MAX_CONNECTIONS: Final = 64  # Of one client; each costs the server some 20 KiB.
+#: For each Sentinel or node that is asked where the primary is.
+FIND_TIMEOUT_S: Final = 1.0
 #: The server is there but can't write now: its disk, its role, its cluster.
-AWAY_CODES: Final = ("MISCONF", "READONLY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS")
-
-_log = structlog.get_logger(__name__)
+AWAY_CODES: Final = ("MISCONF", "READONLY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN")
 
 
-def open_async(url: str, *, timeout_s: float = TIMEOUT_S) -> redis.asyncio.Redis:
-    """Opens a client for the event loop; `redis://`, `rediss://` or `unix://`. Connects on first use.
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a client waits.
+
+    Attributes:
+        answer_s: For a connection, and for each reply.
+        find_s: For each step with each Sentinel or node that is asked where the primary is.
+    """
+
+    answer_s: float = TIMEOUT_S
+    find_s: float = FIND_TIMEOUT_S
+
+    @classmethod
+    def within(cls, total_s: float, target: RedisTarget) -> Patience:
+        """Such that a call without retries ends in `total_s`, though nobody answers at all."""
+        asked = len(target.nodes)
+        # A step to connect and one to be answered; in half of the time, where somebody is asked before.
+        return cls(answer_s=total_s / (4 if asked else 2), find_s=total_s / 2 / max(1, asked))
+
+    def options(self) -> dict[str, Any]:
+        """As the client takes them."""
+        return {"socket_timeout": self.answer_s, "socket_connect_timeout": self.answer_s}
+
+
+def open_async(
+    target: RedisTarget | str, *, key: str = "", timeout_s: float = TIMEOUT_S
+) -> redis.asyncio.Redis:
+    """Opens a client for the event loop. Connects on first use.
+
+    Args:
+        target: Where; a string is the URL of a standalone server.
+        key: In a Cluster, a key of the one slot that the client works on: `Keys.base`, or `TENANTS_KEY`.
+        timeout_s: For a connection, and for each reply.
 
     Raises:
         ConfigError: The URL can't be read.
     """
-    try:
+    target = _named(target)
+    patience = Patience(answer_s=timeout_s)
+    options = {
+        **target.server_options(),
+        **patience.options(),
+        "retry": AsyncRetry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=0.02), RETRIES),
         # A thousand calls at once wait for one of these; the plain pool would refuse the hundred and first.
-        pool = redis.asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=AsyncRetry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=0.02), RETRIES),
-        )
-        return redis.asyncio.Redis.from_pool(pool)
-    except ValueError as error:
-        raise ConfigError(f"the Redis URL can't be used: {error}", setting="queue.url") from error
+        "max_connections": MAX_CONNECTIONS,
+        "timeout": timeout_s,
+    }
+    if target.mode == "standalone":
+        read_url(target.url)
+        pool = redis.asyncio.BlockingConnectionPool.from_url(target.url, **options)
+    else:
+        pool = async_pool(Finder(target, key, timeout_s=patience.find_s), options, tls=target.tls)
+    return redis.asyncio.Redis.from_pool(pool)
 
 
-def open_sync(url: str, *, timeout_s: float = TIMEOUT_S) -> redis.Redis:
+def open_sync(
+    target: RedisTarget | str, *, key: str = "", timeout_s: float = TIMEOUT_S, budget_s: float = 0.0
+) -> redis.Redis:
     """Opens a client for a thread, as `open_async` does for the event loop.
 
+    Args:
+        target: See `open_async`.
+        key: See `open_async`.
+        timeout_s: For a connection, and for each reply; a call is tried again after it.
+        budget_s: If set, a call takes no longer in all, whoever does not answer: it is tried again at once
+            after an error, but not after a time-out.
+
     Raises:
         ConfigError: The URL can't be read.
     """
-    try:
-        return redis.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=0.02), RETRIES),
-        )
-    except ValueError as error:
-        raise ConfigError(f"the Redis URL can't be used: {error}", setting="queue.url") from error
+    target = _named(target)
+    if budget_s:
+        patience, retry = Patience.within(budget_s, target), _retry_errors()
+    else:
+        patience = Patience(answer_s=timeout_s)
+        retry = Retry(ExponentialBackoff(cap=BACKOFF_CAP_S, base=0.02), RETRIES)
+    options = {**target.server_options(), **patience.options(), "retry": retry}
+    if target.mode == "standalone":
+        read_url(target.url)
+        return redis.Redis.from_url(target.url, **options)
+    finder = Finder(target, key, timeout_s=patience.find_s)
+    return redis.Redis.from_pool(sync_pool(finder, options, tls=target.tls))
+
+
+def _retry_errors() -> Retry:
+    """Once and at once, and not after a time-out."""
+    return Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
+
+
+def _named(target: RedisTarget | str) -> RedisTarget:
+    return RedisTarget(url=target) if isinstance(target, str) else target
 
 
 def domain_error(error: RedisError) -> BatondError:
     """Says what a failure of Redis means to whoever called us."""
     text = str(error)
     if isinstance(error, (AuthenticationError, NoPermissionError)):
-        return ConfigError(f"Redis refuses this user: {text}. Mend the URL or the user's ACL.")
+        return ConfigError(f"Redis refuses this user: {text}. Mend user, password, or the user's ACL.")
     # An error inside a script comes with the script's words around it; else the client cuts the code off.
     if isinstance(error, OutOfMemoryError) or "OOM command" in text:
         return ExhaustedError(
             "Redis is out of memory: raise its maxmemory, or let results expire sooner", reason="QUEUE_MEMORY"
         )
+    told = redirect(error)
+    if told is not None:
+        return _redirected(*told)
     away = isinstance(error, (ReadOnlyError, ClusterDownError)) or any(code in text for code in AWAY_CODES)
     if isinstance(error, ResponseError) and not away:
         return BatondError(f"Redis refused a queue script: {text}", reason="QUEUE_SCRIPT")
@@ -95,80 +152,14 @@ def domain_error(error: RedisError) -> BatondError:
     )
 
 
-async def check_server(client: redis.asyncio.Redis) -> str:
-    """Checks that a server keeps what it is given, and gives its name and version.
-
-    Raises:
-        ConfigError: It is too old, or evicts keys when its memory is full.
-        UnavailableError: It can't be reached.
-    """
-    try:
-        about = await client.info("server")
-        check_version(about)
-        policy = await _eviction_policy(client)
-    except RedisError as error:
-        raise domain_error(error) from error
-    if policy is None:
-        _log.warning(
-            "redis_policy_unknown",
-            note="INFO and CONFIG don't tell maxmemory-policy to this user; make sure that it is noeviction",
+def _redirected(word: str, node: tuple[str, int]) -> BatondError:
+    if word == "MOVED":
+        return ConfigError(
+            f"this server is a node of a Redis Cluster, and {node[0]}:{node[1]} has the key: set "
+            "queue.mode = 'cluster' and queue.nodes",
+            setting="queue.mode",
         )
-    elif policy != "noeviction":
-        raise ConfigError(
-            f"Redis has maxmemory-policy {policy}: it would drop accepted jobs when its memory is full. "
-            "Set `maxmemory-policy noeviction`, or give batond a server of its own.",
-            setting="maxmemory-policy",
-            value=policy,
-        )
-    await _warn_if_volatile(client)
-    return f"{about.get('server_name', 'redis')} {_version_text(about)}"
-
-
-def check_version(about: dict[str, Any]) -> None:
-    """Refuses servers older than 6.2.
-
-    Raises:
-        ConfigError: It is older, or tells no version.
-    """
-    text = _version_text(about)
-    try:
-        version = [int(part) for part in text.split(".")[:2]]
-    except ValueError:
-        version = [0, 0]
-    if tuple(version) < MIN_VERSION:
-        raise ConfigError(
-            f"Redis {text} is too old: batond needs 6.2 or newer, or Valkey",
-            setting="queue.url",
-            version=text,
-        )
-
-
-def _version_text(about: dict[str, Any]) -> str:
-    return str(about.get("valkey_version") or about.get("redis_version") or "of unknown version")
-
-
-async def _eviction_policy(client: redis.asyncio.Redis) -> str | None:
-    """Asks INFO first: managed servers often forbid CONFIG."""
-    policy = await _allowed(lambda: client.info("memory"))
-    if policy and policy.get("maxmemory_policy"):
-        return str(policy["maxmemory_policy"])
-    policy = await _allowed(lambda: client.config_get("maxmemory-policy"))
-    return str(policy["maxmemory-policy"]) if policy and policy.get("maxmemory-policy") else None
-
-
-async def _warn_if_volatile(client: redis.asyncio.Redis) -> None:
-    persistence = await _allowed(lambda: client.info("persistence"))
-    if persistence and not int(persistence.get("aof_enabled", 0)):
-        _log.warning(
-            "redis_without_aof",
-            note="accepted jobs are lost if Redis dies; set `appendonly yes` to keep them",
-        )
-
-
-async def _allowed(ask: Callable[[], Awaitable[Any]]) -> dict[str, Any] | None:
-    """Gives the answer, or None where this user may not ask or the server does not know the question."""
-    try:
-        answer = await ask()
-    except (NoPermissionError, ResponseError):
-        return None
-    return answer if isinstance(answer, dict) else None
+    return UnavailableError(
+        "the queue's slot is being moved to another node of the Cluster: it goes on when all of it is there",
+        reason="QUEUE_AWAY",
+    )

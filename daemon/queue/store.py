@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 import structlog
 
 from batond.daemon.errors import ConflictError, InvalidRequestError, NotFoundError, StateError
 from batond.daemon.queue import dead
+from batond.daemon.queue.calls import call
 from batond.daemon.queue.codec import (
     REFUSALS,
     commit_args,
@@ -70,6 +71,7 @@ class JobStore(JobReader):
         max_queued: Waiting jobs the model's queue holds.
         max_attempts: Charged claims after which a job is dead.
         dead_ttl_ms: How long dead letters and their jobs are kept.
+        replicas: So many must have what callers are told is done: submits, commits, cancels, updates.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class JobStore(JobReader):
         max_queued: int = 10_000,
         max_attempts: int = 3,
         dead_ttl_ms: int = 7 * DAY_MS,
+        replicas: int = 0,
     ) -> None:
         super().__init__(client, model, classes)
         self._max_queued = max_queued
         self._max_attempts = max_attempts
         self._dead_ttl_ms = dead_ttl_ms
+        self._replicas = replicas
         self._claiming = asyncio.Lock()  # A claim names what is held; two at once would be given the same.
         self._held: dict[str, dict[str, int]] = {}  # owner -> ref -> epoch
 
@@ -137,7 +141,7 @@ class JobStore(JobReader):
         given += ["sla_class", sla_class, "body_hash", body_hash, "ttl_ms", ttl_ms]
         given += ["prompt_tokens", prompt_tokens, "choices", choices]
         timing = [deadline_ms, "" if deadline_in_ms is None else deadline_in_ms, longest_queue_ms]
-        verdict, answer, retry_ms = await self._call(
+        verdict, answer, retry_ms = await self._keep(
             "submit",
             job_ref(tenant, job_id),
             spec_json,
@@ -182,7 +186,7 @@ class JobStore(JobReader):
             StateError: It has ended, or is in another class by now.
         """
         deadline: Argument = "" if deadline_ms is None else deadline_ms
-        verdict, *rest = await self._call(
+        verdict, *rest = await self._keep(
             "update", job_ref(tenant, job_id), present_class, sla_class, deadline, longest_queue_ms
         )
         if verdict == b"done":
@@ -195,11 +199,15 @@ class JobStore(JobReader):
         Raises:
             NotFoundError: There is no such job of this tenant.
         """
-        flat = await self._call("cancel", job_ref(tenant, job_id))
+        flat = await self._keep("cancel", job_ref(tenant, job_id))
         try:
             return self._own(tenant, job_id, decode_record(flat) if flat else None)
         except GarbageError as error:
             raise NotFoundError(f"the record of job {job_id!r} can't be read", job_id=job_id) from error
+
+    async def _keep(self, name: str, *args: Argument) -> Any:
+        """Runs a script whose work must outlive the primary."""
+        return await call(self._client, self.keys, name, *args, replicas=self._replicas)
 
     # -- daemons' side ------------------------------------------------------------------------------------
 
@@ -265,7 +273,7 @@ class JobStore(JobReader):
         args: list[Argument] = [owner]
         for commit in commits:
             args += commit_args(commit)
-        refused, cancel = await self._call("commit_step", *args)
+        refused, cancel = await self._keep("commit_step", *args)
         refusals = [
             Refusal(
                 tenant=commits[i].tenant, job_id=commits[i].job_id, why=Why(why.decode()), output_tokens=count

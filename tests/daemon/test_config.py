@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from batond.daemon import config, config_load
+from batond.daemon import config, config_load, config_queue
 from batond.daemon.config_load import (
     engine_settings,
     load_settings,
@@ -288,7 +288,7 @@ def test_directories(
     monkeypatch.setattr("os.geteuid", lambda: uid)
     assert runtime is None or str(config.runtime_dir()) == runtime
     assert config.runtime_dir().name.startswith("batond") or runtime == "/run/a"
-    assert str(config.state_dir()) == state
+    assert str(config_queue.state_dir()) == state
 
 
 def test_settings_are_frozen() -> None:

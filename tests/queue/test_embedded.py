@@ -17,7 +17,8 @@ import redis.asyncio
 
 from batond.daemon.errors import ConfigError, UnavailableError
 from batond.daemon.queue import EmbeddedRedis, JobStore, check_server, embedded, open_async, open_sync
-from batond.daemon.queue.connection import check_version, domain_error
+from batond.daemon.queue.check import check_version
+from batond.daemon.queue.connection import domain_error
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,9 @@ from batond.policies.classes import DEFAULT_CLASSES
 SYSTEMD = Path(__file__).resolve().parents[2] / "systemd"
 EXAMPLE = SYSTEMD / "batond.toml"
 # Keys without a default that an example could show.
-NO_DEFAULT = {"model.path", "tls.cert_file", "tls.key_file", "tls.client_ca_file"}
+NO_DEFAULT = {"model.path", "tls.cert_file", "tls.key_file", "tls.client_ca_file"} | {
+    f"queue.tls_{what}_file" for what in ("ca", "cert", "key")
+}
 # A class without a bound has no key: TOML has no null.
 NOT_SHOWN = {"longest_queue_s"}
 

@@ -64,7 +64,7 @@ def test_systemd_accepts_the_unit(unit: Path) -> None:
 def test_systemd_accepts_the_unit_with_its_credentials(unit: Path) -> None:
     """What is only shown in comments must work when it is uncommented."""
     text = re.sub(r"^#(?=LoadCredential=)", "", unit.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert text.count("\nLoadCredential=batond.") == 2
+    assert text.count("\nLoadCredential=batond.") == 3
     unit.write_text(text, encoding="utf-8")
     assert not verify(unit)
 
@@ -100,8 +100,9 @@ def test_the_credentials_of_the_units_are_keys_of_the_configuration(
 ) -> None:
     text = (SYSTEMD / "batond.service").read_text(encoding="utf-8")
     names = re.findall(r"^#LoadCredential=([^:]+):", text, flags=re.MULTILINE)
-    assert names == ["batond.queue.url", "batond.tls.key_file"]
+    assert names == ["batond.queue.url", "batond.queue.password", "batond.tls.key_file"]
     (tmp_path / "batond.queue.url").write_text("redis://:hunter2@db:6379/0\n", encoding="utf-8")
+    (tmp_path / "batond.queue.password").write_text("hunter3\n", encoding="utf-8")
     (tmp_path / "batond.tls.key_file").write_text("a key", encoding="utf-8")
     config = tmp_path / "batond.toml"
     config.write_text(
@@ -113,6 +114,7 @@ def test_the_credentials_of_the_units_are_keys_of_the_configuration(
     config = config.rename(tmp_path / "0.toml")
     loaded = load_settings(config)
     assert loaded.queue.url.get_secret_value() == "redis://:hunter2@db:6379/0"
+    assert loaded.queue.password.get_secret_value() == "hunter3"
     assert loaded.tls.key_file == tmp_path / "batond.tls.key_file"
     monkeypatch.setenv("BATOND_QUEUE__URL", "redis://other")
     assert load_settings(config).queue.url.get_secret_value() == "redis://other"
