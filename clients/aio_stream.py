@@ -29,7 +29,7 @@ class AsyncJobStream:
     def __init__(
         self,
         follow: Follow,
-        start: Callable[[Request, float | None], Any],
+        start: Callable[[int, Request, float | None], Any],
         cancel: Callable[[str], Awaitable[object]],
     ) -> None:
         self._follow = follow
@@ -109,7 +109,7 @@ class AsyncJobStream:
         """Reads one message; (None, error) if the call is over, without an error if it ended cleanly."""
         if self._call is None:
             timeout_s = self._follow.timeout_s(time.monotonic())
-            self._call = self._start(self._follow.next_request(), timeout_s)
+            self._call = self._start(self._follow.place, self._follow.next_request(), timeout_s)
         try:
             response = await self._call.read()
         except grpc.RpcError as raised:

@@ -87,7 +87,11 @@ def settings(
     ctx: typer.Context,
     *,
     server: Annotated[
-        str, typer.Option(envvar="BATOND_SERVER", help="host:port, unix:///path or a socket's path.")
+        str,
+        typer.Option(
+            envvar="BATOND_SERVER",
+            help="host:port, unix:///path or a socket's path; several, with commas, of daemons of one queue.",
+        ),
     ] = DEFAULT_TARGET,
     token: Annotated[
         str | None, typer.Option(envvar="BATOND_TOKEN", help="Your token.", show_envvar=True)

@@ -32,7 +32,7 @@ class Settings:
     def client(self) -> Client:
         """Makes the client; sends nothing yet."""
         return Client(
-            self.server,
+            [address.strip() for address in self.server.split(",")],
             token=self.token,
             tls=self.tls,
             timeout_s=self.timeout_s,

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import grpc
 
 from batond.clients import build, convert, dead, errors, outcome, tenants
+from batond.clients.fleet import Fleet, open_sync
 from batond.clients.follow import Follow
 from batond.clients.model import BatchSnapshot, JobInfo, JobPage, JobState, ServerInfo
-from batond.clients.retry import Backoff, RetryPolicy
+from batond.clients.retry import RetryPolicy
 from batond.clients.stream import JobStream
 from batond.clients.tenants import PolicyInfo, TenantInfo, TenantLimits, TenantToken
-from batond.clients.transport import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, ClientTLS, connection
+from batond.clients.transport import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, ClientTLS
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from batond.clients.build import JobOptions
@@ -26,45 +27,52 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """Talks to one daemon.
+    """Talks to a daemon, or to several that share a queue.
 
     Calls that answer once are tried again while the daemon is away or says when to come back; that is safe,
     because a submission always carries an id. Parking, resuming, draining, making tokens, and retrying or
     dropping dead jobs are not repeated. Streams that break are taken up again at the next token, so that each
-    token is seen once. Threads may share a client.
+    token is seen once. Of several addresses one is used until it is away; calls and streams then go on at
+    another one. A model or a job that one address does not have is looked for at the others. Threads may
+    share a client.
 
     Args:
-        target: "host:port", "unix:///path" or the absolute path of a socket.
+        target: "host:port", "unix:///path" or the absolute path of a socket; or several of them.
         token: The tenant's token, if the daemon wants one.
         tls: None is plain text.
         timeout_s: Longest time of a call that answers once, retries included.
         retry: How patient the client is.
         allow_plaintext_token: Send the token without TLS to another host all the same.
+        follow_routing: Go to addresses that only a daemon has named, if they serve the model asked for. They
+            must show a certificate of `tls.root_ca`, or of `tls.server_name`, before they get the token.
 
     Raises:
-        ValueError: The token would cross a network in plain text.
+        ValueError: The token would cross a network in plain text, or might go to anybody.
     """
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | Sequence[str] = DEFAULT_TARGET,
         *,
         token: str | None = None,
         tls: ClientTLS | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         retry: RetryPolicy | None = None,
         allow_plaintext_token: bool = False,
+        follow_routing: bool = False,
     ) -> None:
-        way = connection(target, token=token, tls=tls, allow_plaintext_token=allow_plaintext_token)
-        if way.credentials is None:
-            self._channel = grpc.insecure_channel(way.target, way.options)
-        else:
-            self._channel = grpc.secure_channel(way.target, way.credentials, way.options)
-        self._metadata = way.metadata
+        self._fleet = Fleet(
+            target,
+            open_sync,
+            token=token,
+            tls=tls,
+            allow_plaintext_token=allow_plaintext_token,
+            follow_routing=follow_routing,
+        )
         self._timeout_s = timeout_s
         self._retry = retry or RetryPolicy()
-        self._jobs = jobs_pb2_grpc.JobServiceStub(self._channel)
-        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._jobs = jobs_pb2_grpc.JobServiceStub(self._fleet)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._fleet)
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +82,8 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection and every stream on it."""
-        self._channel.close()
+        for channel in self._fleet.closing():
+            channel.close()
 
     # -- jobs -----------------------------------------------------------------------------------------------
 
@@ -115,7 +124,8 @@ class Client:
         """
         request = build.generate(prompt, options, detached=detached)
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        follow = Follow(request.job_id, self._retry, generation=request, end_s=end_s)
+        trip = self._fleet.trip(self._retry, request=request)
+        follow = Follow(request.job_id, self._retry, trip, generation=request, end_s=end_s)
         return JobStream(follow, self._start, self.cancel)
 
     def generate_text(
@@ -149,6 +159,7 @@ class Client:
         follow = Follow.watching(
             job_id,
             self._retry,
+            self._fleet.trip(self._retry),
             from_token_index=from_token_index,
             choice_from_token_indexes=choice_from_token_indexes,
             timeout_s=timeout_s,
@@ -224,7 +235,8 @@ class Client:
     def watch_batch(self, min_interval_s: float | None = None) -> Iterator[BatchSnapshot]:
         """Yields the batch as it stands, as it changes; ends when the daemon ends or the caller closes it."""
         request = build.watch_batch(min_interval_s)
-        call = self._admin.WatchBatch(request, metadata=self._metadata)
+        self._fleet.only()
+        call = self._admin.WatchBatch.at(0)(request, metadata=self._fleet.metadata)
         try:
             for response in call:
                 yield convert.snapshot(response.snapshot)
@@ -235,11 +247,13 @@ class Client:
 
     def park(self, job_id: str, *, tenant: str = "") -> JobInfo:
         """Takes the row of a running job and holds it until `resume`."""
+        self._fleet.only()
         request = build.named(admin_pb2.ParkJobRequest, job_id=job_id, tenant=tenant)
         return convert.job(self._call(self._admin.ParkJob, request, attempts=1).job)
 
     def resume(self, job_id: str, *, tenant: str = "") -> JobInfo:
         """Lets a job parked by hand compete for a row again."""
+        self._fleet.only()
         request = build.named(admin_pb2.ResumeJobRequest, job_id=job_id, tenant=tenant)
         return convert.job(self._call(self._admin.ResumeJob, request, attempts=1).job)
 
@@ -249,6 +263,7 @@ class Client:
         Returns:
             How many jobs were in the engine then.
         """
+        self._fleet.only()
         response = self._call(self._admin.Drain, build.drain(drain_timeout_s), attempts=1)
         return int(response.running_jobs)
 
@@ -265,6 +280,7 @@ class Client:
         Raises:
             InvalidRequestError: There is no such policy; the message names those there are.
         """
+        self._fleet.only()
         request = build.named(admin_pb2.SetPolicyRequest, policy=policy)
         response = self._call(self._admin.SetPolicy, request)
         return str(response.previous_policy)
@@ -354,22 +370,30 @@ class Client:
         request = build.named(admin_pb2.DropDeadJobRequest, name=name)
         self._call(self._admin.DropDeadJob, request, attempts=1)
 
-    def _start(self, request: Request, timeout_s: float | None) -> Any:
+    def _start(self, place: int, request: Request, timeout_s: float | None) -> Any:
         starts = isinstance(request, jobs_pb2.GenerateStreamRequest)
         method = self._jobs.GenerateStream if starts else self._jobs.WatchJob
-        return method(request, timeout=timeout_s, metadata=self._metadata)
+        return method.at(place)(request, timeout=timeout_s, metadata=self._fleet.metadata)
 
-    def _call(self, method: Callable[..., Any], request: object, *, attempts: int | None = None) -> Any:
+    def _call(self, method: Any, request: object, *, attempts: int | None = None) -> Any:
         """Makes a call that answers once, again if that may help, within the client's time-out."""
         end_s = time.monotonic() + self._timeout_s
-        backoff = Backoff(attempts or self._retry.attempts, self._retry)
+        trip = self._fleet.trip(self._retry, attempts, request)
         while True:
+            began_s = time.monotonic()
+            timeout_s = trip.timeout_s(end_s - began_s)
             try:
-                return method(request, timeout=max(0.0, end_s - time.monotonic()), metadata=self._metadata)
+                answer = method.at(trip.place)(request, timeout=timeout_s, metadata=self._fleet.metadata)
             except grpc.RpcError as raised:
                 now_s = time.monotonic()
-                error = errors.from_rpc_error(raised, time_is_over=now_s >= end_s)
-                delay_s = backoff.delay_s(error)
-                if delay_s is None or now_s + delay_s >= end_s:
+                error = errors.from_rpc_error(raised, time_is_over=now_s >= began_s + timeout_s)
+                try:
+                    delay_s = trip.after(error)
+                except errors.BatondClientError as final:
+                    raise final from raised
+                if now_s + delay_s >= end_s:
                     raise error from raised
+            else:
+                trip.arrived()
+                return answer
             time.sleep(delay_s)

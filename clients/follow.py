@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from batond.clients.model import Event
+    from batond.clients.trip import Trip
 
 Request = jobs_pb2.GenerateStreamRequest | jobs_pb2.WatchJobRequest
 Response = jobs_pb2.GenerateStreamResponse | jobs_pb2.WatchJobResponse
@@ -36,6 +37,7 @@ class Follow:
         self,
         job_id: str,
         retry: RetryPolicy,
+        trip: Trip,
         *,
         generation: jobs_pb2.GenerateStreamRequest | None = None,
         from_token_index: int = 0,
@@ -47,16 +49,18 @@ class Follow:
         self.cursor = StreamCursor(from_token_index, starts=choice_from_token_indexes, choices=choices)
         self.end_s = end_s
         self._retry = retry
-        self._generation = generation
         # A daemon that isn't there is told soon; one that is lost in the middle is waited for.
-        self._backoff = Backoff(retry.attempts, retry)
+        self._trip = trip
+        self._generation = generation
         self._attached = False  # Whether the end of the present call ends the job.
+        self._sent = False
 
     @classmethod
     def watching(
         cls,
         job_id: str,
         retry: RetryPolicy,
+        trip: Trip,
         *,
         from_token_index: int,
         choice_from_token_indexes: Mapping[int, int] | None,
@@ -71,15 +75,23 @@ class Follow:
         return cls(
             job_id,
             retry,
+            trip,
             from_token_index=from_token_index,
             choice_from_token_indexes=choice_from_token_indexes,
             end_s=None if timeout_s is None else time.monotonic() + timeout_s,
         )
 
+    @property
+    def place(self) -> int:
+        """Number of the address that the next stream is opened at."""
+        return self._trip.place
+
     def next_request(self) -> Request:
         """Says what opens the next stream."""
         if self._generation is not None and not self.cursor.started:
-            self._attached = not self._generation.detached
+            # Sent again it may meet the job that the first one made, which then ends with no stream.
+            self._attached = not self._generation.detached and not self._sent
+            self._sent = True
             return self._generation
         return build.watch(self.job_id, *self.cursor.resume_at())
 
@@ -94,21 +106,22 @@ class Follow:
     def accept(self, response: Response) -> Event | None:
         """Takes in a message; gives None if there is nothing new in it."""
         if not self.cursor.started:
-            self._backoff = Backoff(self._retry.stream_attempts, self._retry)
+            self._trip.backoff = Backoff(self._retry.stream_attempts, self._retry)
         event = self.cursor.accept(response.event)
         if event is not None:
-            self._backoff.reset()
+            self._trip.arrived()
+            self._trip.backoff.reset()
         return event
 
     def broken(self, error: BatondClientError, now_s: float) -> float:
         """Notes that the stream broke, and says how long to wait before the next.
 
         Raises:
-            BatondClientError: `error`: trying again can't help, or there is no time left.
+            BatondClientError: What it broke of: trying again can't help, or there is no time left.
         """
         self._attached = False
-        delay_s = self._backoff.delay_s(error)
-        if delay_s is None or (self.end_s is not None and now_s + delay_s >= self.end_s):
+        delay_s = self._trip.after(error)
+        if self.end_s is not None and now_s + delay_s >= self.end_s:
             raise error
         return delay_s
 

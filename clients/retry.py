@@ -48,6 +48,10 @@ class Backoff:
         """Starts to count anew: the call made progress."""
         self._made = 1
 
+    def jitter_s(self, span_s: float) -> float:
+        """Draws a wait from the whole span: clients that lost the same daemon spread."""
+        return self._random.uniform(0.0, span_s)
+
     def delay_s(self, error: BatondClientError) -> float | None:
         """Says how long to wait before the next attempt; None if there should be none.
 

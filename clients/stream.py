@@ -28,7 +28,7 @@ class JobStream:
     def __init__(
         self,
         follow: Follow,
-        start: Callable[[Request, float | None], Any],
+        start: Callable[[int, Request, float | None], Any],
         cancel: Callable[[str], object],
     ) -> None:
         self._follow = follow
@@ -108,7 +108,7 @@ class JobStream:
         """Reads one message; (None, error) if the call is over, without an error if it ended cleanly."""
         if self._call is None:
             timeout_s = self._follow.timeout_s(time.monotonic())
-            self._call = self._start(self._follow.next_request(), timeout_s)
+            self._call = self._start(self._follow.place, self._follow.next_request(), timeout_s)
             # Whoever closes sets the flag first and then looks for a call: one of the two sees the other.
             if self._closed.is_set():
                 self._call.cancel()
