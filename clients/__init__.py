@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from batond.clients.aio_stream import AsyncJobStream
     from batond.clients.build import ChatMessage, JobOptions
     from batond.clients.client import Client
+    from batond.clients.daemons import DaemonInfo
     from batond.clients.dead import DeadJob, DeadJobPage
     from batond.clients.errors import (
         AccessError,
@@ -88,6 +89,7 @@ __all__ = [
     "Client",
     "ClientDeadlineError",
     "ClientTLS",
+    "DaemonInfo",
     "DeadJob",
     "DeadJobPage",
     "Event",
@@ -146,6 +148,7 @@ _HOMES = (
     "transport",
     "tenants",
     "dead",
+    "daemons",
 )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.live import Live
 
-from batond.clients import batch_view, cli_admin, cli_dead, cli_output, cli_print, outcome
+from batond.clients import batch_view, cli_admin, cli_daemons, cli_dead, cli_output, cli_print, outcome
 from batond.clients.cli_input import (
     ChatOption,
     ChoicesOption,
@@ -60,6 +60,7 @@ app = typer.Typer(
 app.add_typer(cli_admin.tenant_app)
 app.add_typer(cli_admin.policy_app)
 app.add_typer(cli_dead.dead_app)
+app.command()(cli_daemons.daemons)
 
 #: Base of every error of usage. Some releases of typer bring their own copy of click, others import it: this
 #: is right for both, importing click would not be.

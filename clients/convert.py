@@ -111,6 +111,7 @@ def server_info(message: admin_pb2.GetServerInfoResponse) -> model.ServerInfo:
         tenant=message.tenant,
         max_choices=message.max_choices,
         max_choice_tokens=message.max_choice_tokens,
+        daemon_id=message.daemon_id,
     )
 
 

@@ -293,6 +293,7 @@ class ServerInfo:
         tenant: Who the daemon thinks the caller is.
         max_choices: Most choices (n) of one job.
         max_choice_tokens: Most tokens that all choices of a job of several may emit together.
+        daemon_id: Names this run of the daemon.
     """
 
     version: str
@@ -319,6 +320,7 @@ class ServerInfo:
     tenant: str
     max_choices: int = 1
     max_choice_tokens: int = 0
+    daemon_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,8 @@ class ServerSettings(Section):
 
     Attributes:
         listen: Addresses of the gRPC server: `host:port` or `unix:/path`.
+        advertise: `host:port` at which other hosts reach this daemon, as clients and operators are told;
+            empty is the first address of `listen` that is not of this host alone.
         metrics_listen: `host:port` of Prometheus metrics over HTTP; empty is off.
         metrics_tenants: Tenants with a label of their own in metrics; the others are counted as `other`.
         max_message_bytes: Longest request that is read; a longer one is answered RESOURCE_EXHAUSTED.
@@ -71,6 +73,7 @@ class ServerSettings(Section):
     listen: StringList = Field(
         default_factory=lambda: ["127.0.0.1:7431", f"unix:{runtime_dir()}/batond.sock"], min_length=1
     )
+    advertise: str = ""
     metrics_listen: str = "127.0.0.1:9431"
     metrics_tenants: int = Field(default=50, ge=0, le=1000)
     max_message_bytes: ByteSize = Field(default=ByteSize(16 << 20), ge=64 << 10, le=1 << 30)
@@ -106,9 +109,9 @@ class ServerSettings(Section):
         sockets = [address.removeprefix("unix:") for address in self.listen if address.startswith("unix:")]
         return Path(sockets[0]).with_name("admin.sock") if sockets else None
 
-    @field_validator("metrics_listen")
+    @field_validator("metrics_listen", "advertise")
     @classmethod
-    def _check_metrics_listen(cls, address: str) -> str:
+    def _check_address(cls, address: str) -> str:
         if address:
             split_address(address)
         return address

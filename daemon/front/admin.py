@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.calls import Calls
     from batond.daemon.front.dispatcher import Dispatcher
     from batond.daemon.front.identity import Tenant
+    from batond.daemon.front.neighbours import Neighbours
     from batond.daemon.front.requests import Limits
     from batond.daemon.front.state import DaemonState
     from batond.daemon.front.tenant_book import TenantBook
@@ -52,6 +53,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         classes: SLA classes.
         limits: What requests are held to.
         book: Tenants added at run time.
+        neighbours: Daemons that share the Redis.
         max_message_bytes: Largest request.
     """
 
@@ -65,11 +67,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         classes: SlaClasses,
         limits: Limits,
         book: TenantBook,
+        neighbours: Neighbours,
         max_message_bytes: int,
     ) -> None:
         self._calls, self._state, self._dispatcher, self._store = calls, state, dispatcher, store
         self._classes, self._limits, self._max_message_bytes = classes, limits, max_message_bytes
-        self._book = book
+        self._book, self._neighbours = book, neighbours
         self._started_unix_s = time.time()
         self._started_s = time.monotonic()
         self._versions = {name: _version(name) for name in LIBRARIES} | {"python": platform.python_version()}
@@ -85,6 +88,19 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             return self._info(tenant)
 
         return await self._calls.answer("GetServerInfo", context, handle)
+
+    async def ListDaemons(
+        self,
+        request: admin_pb2.ListDaemonsRequest,  # noqa: ARG002 - nothing to ask for
+        context: Any,
+    ) -> admin_pb2.ListDaemonsResponse:
+        """List the daemons that share the Redis."""
+
+        async def handle(_: Tenant) -> admin_pb2.ListDaemonsResponse:
+            found = await self._neighbours.all()
+            return admin_pb2.ListDaemonsResponse(daemons=[convert.daemon(one) for one in found])
+
+        return await self._calls.act("ListDaemons", context, handle, reads=True)
 
     async def WatchBatch(self, request: admin_pb2.WatchBatchRequest, context: Any) -> None:
         """Stream the batch as it changes."""
@@ -330,6 +346,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             tenant=tenant.name,
             max_choices=self._limits.max_choices,
             max_choice_tokens=self._limits.max_choice_tokens,
+            daemon_id=self._neighbours.id,
         )
         for one in self._classes:
             info.sla_classes.add(name=one.name, order=one.order, preemptible=one.preemptible)

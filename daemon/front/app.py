@@ -25,6 +25,7 @@ from batond.daemon.front.hub import Hub
 from batond.daemon.front.identity import Identities, LocalAdministrators
 from batond.daemon.front.jobs import JobServicer
 from batond.daemon.front.local_admin import AdminSocket, user_ids
+from batond.daemon.front.neighbours import Neighbours, advertised
 from batond.daemon.front.reload import Reloader
 from batond.daemon.front.requests import Limits, RequestReader
 from batond.daemon.front.server import build_admin_server, build_server, keep_health, open_sockets
@@ -43,6 +44,7 @@ from batond.daemon.queue import (
     open_sync,
 )
 from batond.daemon.queue.keys import TENANTS_KEY, Keys
+from batond.daemon.queue.registry import Registry
 from batond.daemon.queue.target import target_of
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.telemetry.metrics import Metrics
@@ -236,6 +238,13 @@ class _Front:
             frozen_after_s=settings.service.frozen_after_s,
             max_queued=queue.max_queued,
         )
+        self._neighbours = Neighbours(
+            Registry(clients.tenants),
+            owner,
+            self._state,
+            address=advertised(settings.server),
+            running_jobs=lambda: self._dispatcher.running_jobs,
+        )
         limits = Limits(
             model=ready.model,
             max_query_tokens=ready.max_query_tokens,
@@ -253,6 +262,7 @@ class _Front:
             ),
             hub=hub,
             dispatcher=self._dispatcher,
+            neighbours=self._neighbours,
             reader=RequestReader(tokenizer, classes, limits),
             classes=classes,
             metrics=self._metrics,
@@ -268,6 +278,7 @@ class _Front:
                 classes=classes,
                 limits=limits,
                 book=self._book,
+                neighbours=self._neighbours,
                 max_message_bytes=settings.server.max_message_bytes,
             )
             for callers in (calls, Calls(by_user(LocalAdministrators(classes)), self._metrics))
@@ -291,6 +302,7 @@ class _Front:
                 ("watchdog", self._watchdog(notifier)),
                 ("tenants", self._book.run()),
                 ("news", self._feed.run()),
+                ("registry", self._neighbours.run()),
             )
         ]
         stack = contextlib.AsyncExitStack()
@@ -305,6 +317,7 @@ class _Front:
             await _first_of(stop.wait(), self._state.stop_requested.wait(), engine, *work)
             work.pop().cancel()  # No READY=1 after STOPPING=1.
             notifier.stopping("draining")
+            self._neighbours.changed()
             asked_s = self._state.drain_timeout_s
             configured_s = self._reloader.settings.service.drain_timeout_s
             await self._dispatcher.drain(configured_s if asked_s is None else asked_s)
@@ -315,6 +328,7 @@ class _Front:
             for task in work:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
+            await self._neighbours.leave()
             await asyncio.to_thread(self._keeper.stop)
             self._metrics.close()
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from batond.daemon.front.follow import FollowEvent
     from batond.daemon.queue import DeadLetter, JobRecord, JobSpec, Place
+    from batond.daemon.queue.registry import DaemonRecord
     from batond.daemon.wire.messages import Snapshot, TokenLogprobs
 
 STATES: Final[dict[JobState, types_pb2.JobState]] = {
@@ -48,6 +49,30 @@ _QUERY_STATES: Final[dict[QueryState, admin_pb2.QueryState]] = {
     QueryState.RUNNING: admin_pb2.QUERY_STATE_RUNNING,
     QueryState.PARKED: admin_pb2.QUERY_STATE_PARKED,
 }
+
+
+#: States of daemons as they stand in the registry.
+DAEMON_STATES: Final[dict[admin_pb2.ServerState, str]] = {
+    admin_pb2.SERVER_STATE_LOADING: "loading",
+    admin_pb2.SERVER_STATE_READY: "ready",
+    admin_pb2.SERVER_STATE_DRAINING: "draining",
+    admin_pb2.SERVER_STATE_DEGRADED: "degraded",
+}
+_DAEMON_STATES: Final = {name: state for state, name in DAEMON_STATES.items()}
+
+
+def daemon(record: DaemonRecord) -> admin_pb2.Daemon:
+    """A daemon; a state that only a newer release knows is unspecified."""
+    return admin_pb2.Daemon(
+        daemon_id=record.id,
+        model=record.model,
+        address=record.address,
+        state=_DAEMON_STATES.get(record.state, admin_pb2.SERVER_STATE_UNSPECIFIED),
+        rows=record.rows,
+        running_jobs=record.running_jobs,
+        version=record.version,
+        start_time=timestamp(record.started_ms),
+    )
 
 
 def timestamp(ms: float) -> timestamp_pb2.Timestamp:

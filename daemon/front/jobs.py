@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from batond.daemon.errors import BatondError, InvalidRequestError, RequestTooLargeError, UnavailableError
+from batond.daemon.errors import (
+    BatondError,
+    InvalidRequestError,
+    NotFoundError,
+    RequestTooLargeError,
+    UnavailableError,
+)
 from batond.daemon.front import convert, ranks
 from batond.daemon.front.follow import Ended
 from batond.daemon.front.hub import GotRow
@@ -24,6 +30,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.follow import Follower, FollowEvent
     from batond.daemon.front.hub import Hub
     from batond.daemon.front.identity import Tenant
+    from batond.daemon.front.neighbours import Neighbours
     from batond.daemon.front.requests import RequestReader
     from batond.daemon.queue import JobRecord, JobStore
     from batond.daemon.telemetry.metrics import Metrics
@@ -45,6 +52,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         follower: Streams.
         hub: Jobs that run here.
         dispatcher: Is told of new jobs and cancels.
+        neighbours: Says who serves other models.
         reader: Checks requests.
         classes: SLA classes.
         metrics: Counts.
@@ -60,6 +68,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         follower: Follower,
         hub: Hub,
         dispatcher: Dispatcher,
+        neighbours: Neighbours,
         reader: RequestReader,
         classes: SlaClasses,
         metrics: Metrics,
@@ -68,7 +77,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
     ) -> None:
         self._calls, self._store, self._follower, self._hub = calls, store, follower, hub
         self._dispatcher, self._reader, self._metrics = dispatcher, reader, metrics
-        self._classes = classes
+        self._classes, self._neighbours = classes, neighbours
         self._ttl_ms = result_ttl_s * 1000
         self._max_message_bytes = max_message_bytes
         self._attached: Counter[tuple[str, str]] = Counter()
@@ -214,7 +223,10 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
     async def _accept(
         self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec, left_s: float | None
     ) -> tuple[JobRecord, bool]:
-        checked = await asyncio.to_thread(self._reader.read, spec, tenant)
+        try:
+            checked = await asyncio.to_thread(self._reader.read, spec, tenant)
+        except NotFoundError as error:  # Another model.
+            raise await self._neighbours.not_served(error) from error
         limit = checked.limit.within(left_s)
         record, created = await self._store.submit(
             tenant.name,

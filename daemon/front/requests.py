@@ -129,8 +129,9 @@ class RequestReader:
         if spec.model and spec.model != self._limits.model:
             raise NotFoundError(
                 f"model {spec.model[:100]!r} is not served here; {self._limits.model} is",
-                reason="UNKNOWN_MODEL",
+                reason="MODEL_NOT_SERVED",
                 field="spec.model",
+                model=spec.model[:100],
                 served=self._limits.model,
             )
         sla_class = choose_class(spec.sla_class, tenant, self._classes)

@@ -158,6 +158,10 @@ KINDS: Final = (
 TENANTS_KEY: Final = "batond:tenants"
 #: Channel beside it: the name of a tenant that changed; lossy, daemons look again every few seconds.
 TENANTS_CHANNEL: Final = "batond:tenants:news"
+#: Daemons of all models: hash, id of the run -> when it counts as gone (ms of the Redis clock) and its
+#: DaemonRecord as JSON (registry.py). TTL: that of the daemon that told of itself last. The tag puts it into
+#: the slot of TENANTS_KEY.
+DAEMONS_KEY: Final = f"batond:{{{TENANTS_KEY}}}:daemons"
 
 
 class Keys:

@@ -245,7 +245,23 @@ class FakeDaemon(jobs_pb2_grpc.JobServiceServicer, admin_pb2_grpc.AdminServiceSe
                 ],
                 uptime=duration_pb2.Duration(seconds=3),
                 library_versions={"torch": "2.11"},
+                daemon_id="gpu0:7:abc",
             )
+
+    def ListDaemons(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
+        with self._call("ListDaemons", request, context):
+            one = admin_pb2.Daemon(
+                daemon_id="gpu0:7:abc",
+                model="tiny",
+                address="gpu0:7431",
+                state=admin_pb2.SERVER_STATE_DRAINING,
+                rows=4,
+                running_jobs=3,
+                version="0.1.0",
+            )
+        one.start_time.FromSeconds(1_700_000_000)
+        other = admin_pb2.Daemon(daemon_id="gpu1:8:def", model="small", state=99)  # Of a newer release.
+        return admin_pb2.ListDaemonsResponse(daemons=[one, other])
 
     def WatchBatch(self, request: Any, context: Any) -> Any:  # noqa: N802 -- the contract's name
         with self._call("WatchBatch", request, context):

@@ -43,7 +43,8 @@ async def test_what_is_no_time_is_the_callers_fault(
     classes, state, context = SlaClasses(), Mock(), Mock()
     context.abort_with_status = AsyncMock(side_effect=AbortedError)
     calls = Calls(lambda _: LocalAdministrators(classes).administrator(0), Metrics())
-    parts: dict[str, Any] = {"dispatcher": Mock(), "store": Mock(), "limits": Mock(), "book": Mock()}
+    names = ("dispatcher", "store", "limits", "book", "neighbours")
+    parts: dict[str, Any] = {name: Mock() for name in names}
     servicer = AdminServicer(calls=calls, state=state, classes=classes, max_message_bytes=1, **parts)
     with pytest.raises(AbortedError):
         await getattr(servicer, method)(kind(**{field: duration_pb2.Duration(**time)}), context)

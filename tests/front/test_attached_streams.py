@@ -75,6 +75,7 @@ async def test_only_a_client_that_leaves_ends_its_job(
         follower=BrokenFollower(error),  # type: ignore[arg-type]
         hub=Hub(),
         dispatcher=loose,
+        neighbours=loose,
         reader=loose,
         classes=loose,
         metrics=loose,

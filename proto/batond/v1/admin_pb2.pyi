@@ -55,7 +55,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "library_versions", "state", "state_message", "model", "device", "rows", "max_query_tokens", "vocab_size", "eos_token_ids", "batch_kind", "batch_reason", "preemption_mode", "policy", "sla_classes", "default_sla_class", "kv_bytes_per_token", "host_pool_bytes", "max_message_bytes", "start_time", "uptime", "tenant", "max_choices", "max_choice_tokens")
+    __slots__ = ("version", "library_versions", "state", "state_message", "model", "device", "rows", "max_query_tokens", "vocab_size", "eos_token_ids", "batch_kind", "batch_reason", "preemption_mode", "policy", "sla_classes", "default_sla_class", "kv_bytes_per_token", "host_pool_bytes", "max_message_bytes", "start_time", "uptime", "tenant", "max_choices", "max_choice_tokens", "daemon_id")
     class LibraryVersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,7 @@ class GetServerInfoResponse(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
     MAX_CHOICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DAEMON_ID_FIELD_NUMBER: _ClassVar[int]
     version: str
     library_versions: _containers.ScalarMap[str, str]
     state: ServerState
@@ -111,7 +112,38 @@ class GetServerInfoResponse(_message.Message):
     tenant: str
     max_choices: int
     max_choice_tokens: int
-    def __init__(self, version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[ServerState, str]] = ..., state_message: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., batch_kind: _Optional[str] = ..., batch_reason: _Optional[str] = ..., preemption_mode: _Optional[str] = ..., policy: _Optional[str] = ..., sla_classes: _Optional[_Iterable[_Union[SlaClass, _Mapping]]] = ..., default_sla_class: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., host_pool_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tenant: _Optional[str] = ..., max_choices: _Optional[int] = ..., max_choice_tokens: _Optional[int] = ...) -> None: ...
+    daemon_id: str
+    def __init__(self, version: _Optional[str] = ..., library_versions: _Optional[_Mapping[str, str]] = ..., state: _Optional[_Union[ServerState, str]] = ..., state_message: _Optional[str] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., rows: _Optional[int] = ..., max_query_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., batch_kind: _Optional[str] = ..., batch_reason: _Optional[str] = ..., preemption_mode: _Optional[str] = ..., policy: _Optional[str] = ..., sla_classes: _Optional[_Iterable[_Union[SlaClass, _Mapping]]] = ..., default_sla_class: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., host_pool_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tenant: _Optional[str] = ..., max_choices: _Optional[int] = ..., max_choice_tokens: _Optional[int] = ..., daemon_id: _Optional[str] = ...) -> None: ...
+
+class ListDaemonsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListDaemonsResponse(_message.Message):
+    __slots__ = ("daemons",)
+    DAEMONS_FIELD_NUMBER: _ClassVar[int]
+    daemons: _containers.RepeatedCompositeFieldContainer[Daemon]
+    def __init__(self, daemons: _Optional[_Iterable[_Union[Daemon, _Mapping]]] = ...) -> None: ...
+
+class Daemon(_message.Message):
+    __slots__ = ("daemon_id", "model", "address", "state", "rows", "running_jobs", "version", "start_time")
+    DAEMON_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_JOBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    daemon_id: str
+    model: str
+    address: str
+    state: ServerState
+    rows: int
+    running_jobs: int
+    version: str
+    start_time: _timestamp_pb2.Timestamp
+    def __init__(self, daemon_id: _Optional[str] = ..., model: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., rows: _Optional[int] = ..., running_jobs: _Optional[int] = ..., version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class WatchBatchRequest(_message.Message):
     __slots__ = ("min_interval",)

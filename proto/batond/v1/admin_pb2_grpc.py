@@ -41,6 +41,11 @@ class AdminServiceStub(object):
                 request_serializer=batond_dot_v1_dot_admin__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=batond_dot_v1_dot_admin__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.ListDaemons = channel.unary_unary(
+                '/batond.v1.AdminService/ListDaemons',
+                request_serializer=batond_dot_v1_dot_admin__pb2.ListDaemonsRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_admin__pb2.ListDaemonsResponse.FromString,
+                _registered_method=True)
         self.WatchBatch = channel.unary_stream(
                 '/batond.v1.AdminService/WatchBatch',
                 request_serializer=batond_dot_v1_dot_admin__pb2.WatchBatchRequest.SerializeToString,
@@ -125,6 +130,14 @@ class AdminServiceServicer(object):
 
     def GetServerInfo(self, request, context):
         """Says what is served, by what, and within which limits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListDaemons(self, request, context):
+        """Lists the daemons that share this daemon's Redis, those of other models included; one that died is listed for some
+        seconds more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -246,6 +259,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=batond_dot_v1_dot_admin__pb2.GetServerInfoRequest.FromString,
                     response_serializer=batond_dot_v1_dot_admin__pb2.GetServerInfoResponse.SerializeToString,
             ),
+            'ListDaemons': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDaemons,
+                    request_deserializer=batond_dot_v1_dot_admin__pb2.ListDaemonsRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_admin__pb2.ListDaemonsResponse.SerializeToString,
+            ),
             'WatchBatch': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchBatch,
                     request_deserializer=batond_dot_v1_dot_admin__pb2.WatchBatchRequest.FromString,
@@ -351,6 +369,33 @@ class AdminService(object):
             '/batond.v1.AdminService/GetServerInfo',
             batond_dot_v1_dot_admin__pb2.GetServerInfoRequest.SerializeToString,
             batond_dot_v1_dot_admin__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDaemons(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.AdminService/ListDaemons',
+            batond_dot_v1_dot_admin__pb2.ListDaemonsRequest.SerializeToString,
+            batond_dot_v1_dot_admin__pb2.ListDaemonsResponse.FromString,
             options,
             channel_credentials,
             insecure,
