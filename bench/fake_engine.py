@@ -3,7 +3,8 @@
 It speaks the engine's side of the wire as the real one does (rows, classes, parks, heartbeats), starts in a
 moment and costs next to nothing a step, so that the front and Redis are what is measured, and what faults are
 tried on. A query's tokens follow from its prompt and its seed alone: whoever ran it, and however often it was
-interrupted, its output must be `fake_tokens`. The time of a step is `BATOND_FAKE_STEP_S` (seconds).
+interrupted, its output must be `fake_tokens`. The time of a step is `BATOND_FAKE_STEP_S` (seconds). With
+`BATOND_FAKE_STAMPS` a token's text is the time it left the engine (nanoseconds, monotonic) and a semicolon.
 
 A prompt that begins with a `Fault` ends badly at the output index which its second token names.
 """
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 VOCAB_SIZE: Final = 1000
 MAX_QUERY_TOKENS: Final = 1 << 20
 STEP_VARIABLE: Final = "BATOND_FAKE_STEP_S"
+STAMPS_VARIABLE: Final = "BATOND_FAKE_STAMPS"
 STEP_S: Final = 0.01
 HEARTBEAT_S: Final = 0.5
 SNAPSHOT_EVERY_S: Final = 0.05
@@ -134,10 +136,13 @@ class FakeEngine:
         channel: The socket to the front.
         settings: Rows, classes and names are used.
         step_s: Time of a step.
+        stamps: Whether tokens tell when they left, in place of their text.
     """
 
-    def __init__(self, channel: EngineChannel, settings: EngineSettings, step_s: float) -> None:
-        self._channel, self._step_s = channel, step_s
+    def __init__(
+        self, channel: EngineChannel, settings: EngineSettings, step_s: float, *, stamps: bool = False
+    ) -> None:
+        self._channel, self._step_s, self._stamps = channel, step_s, stamps
         self._classes = SlaClasses(settings.classes)
         self._policy = settings.policy
         self._rows: list[_Query | None] = [None] * settings.rows
@@ -290,6 +295,11 @@ class FakeEngine:
             snapshot, self._snapshot_s = self._snapshot(), now_s
         events, self._events = self._events, []
         self._sent_s = now_s
+        if self._stamps:
+            text = f"{time.monotonic_ns()};"
+            events = [
+                msgspec.structs.replace(one, text=text) if isinstance(one, Tokens) else one for one in events
+            ]
         self._channel.send(
             StepEvents(step=self._steps, events=events, snapshot=snapshot, busy=bool(self._queries))
         )
@@ -363,7 +373,8 @@ def main(descriptor: int) -> int:
         )
     )
     try:
-        FakeEngine(channel, settings, float(os.environ.get(STEP_VARIABLE, STEP_S))).run()
+        step_s, stamps = float(os.environ.get(STEP_VARIABLE, STEP_S)), STAMPS_VARIABLE in os.environ
+        FakeEngine(channel, settings, step_s, stamps=stamps).run()
     except ChannelClosed:
         return 0
     return 0
