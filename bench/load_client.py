@@ -1,7 +1,8 @@
 """The callers, in a process of their own: `python -m batond.bench.load_client JSON`, a `Task` as JSON.
 
 It says "ready" when its channels are connected and begins when it is sent a line. Streams say "steady" when each
-has had a token, and "ending" when the first has ended: between the two all are open. The last line is a `Result`.
+has had a token, and "ending" a while later, or when the first has ended: between the two all are open. The last line
+is a `Result`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         calls: Jobs to submit, or streams to open.
         at_once: Submits under way at any time.
         max_tokens: Of each stream; 0 submits and does not look.
+        window_s: Streams are closed so long after the last has begun; 0 waits for their end.
         prompt_tokens: Of each job.
     """
 
@@ -42,6 +44,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     calls: int
     at_once: int = 1
     max_tokens: int = 0
+    window_s: float = 0.0
     prompt_tokens: int = 32
 
 
@@ -53,7 +56,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         latencies_ms: Of submits.
         delays_ms: From the stamp in a token's text to its receipt, while all streams were open.
         tokens: Received in all.
-        broken: Streams that did not bring each of their tokens once, in order, and an end.
+        broken: Streams that did not bring each token once and in order, all of them if they were not closed.
         behind: Tokens that came together with an earlier one of their stream, in one message.
     """
 
@@ -95,8 +98,8 @@ class Callers:
         self._metadata = (("authorization", f"Bearer {task.token}"),) if task.token else ()
         options = (("grpc.use_local_subchannel_pool", 1),)
         self._channels = [grpc.aio.insecure_channel(task.target, options=options) for _ in range(CHANNELS)]
-        self._first_tokens = self._ended = 0
-        self._steady_ns = self._ending_ns = 0
+        self._first_tokens = self._steady_ns = self._ending_ns = 0
+        self._all_begun = asyncio.Event()
 
     async def run(self) -> Result:
         """Connect, wait for the word, call."""
@@ -142,7 +145,21 @@ class Callers:
 
     async def _streams(self) -> Result:
         started_s = time.monotonic()
-        streams = await asyncio.gather(*(self._stream(number) for number in range(self._task.calls)))
+        streams = [_Stream() for _ in range(self._task.calls)]
+        tasks = [asyncio.create_task(self._stream(number, one)) for number, one in enumerate(streams)]
+        if self._task.window_s:
+            begun = asyncio.create_task(self._all_begun.wait())
+            await asyncio.wait([begun, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, timeout=self._task.window_s, return_when=asyncio.FIRST_COMPLETED)
+            for one in tasks:
+                if one.done():
+                    one.result()  # None ends by itself so early.
+            self._end_window()
+            for one in (begun, *tasks):
+                one.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
         wall_s = time.monotonic() - started_s
         delays_ms: list[float] = []
         tokens = broken = behind = 0
@@ -151,7 +168,7 @@ class Callers:
             tokens, behind, broken = tokens + received, behind + together, broken + (not complete)
         return Result(wall_s=wall_s, delays_ms=delays_ms, tokens=tokens, broken=broken, behind=behind)
 
-    async def _stream(self, number: int) -> _Stream:
+    async def _stream(self, number: int, stream: _Stream) -> None:
         """Every other stream is opened on a job that was submitted before."""
         channel = self._channels[number % CHANNELS]
         name, request = "GenerateStream", self._generate(number)
@@ -161,26 +178,25 @@ class Callers:
         method: Any = channel.unary_stream(
             SERVICE + name, request_serializer=type(request).SerializeToString, response_deserializer=_stamped
         )
-        stream = _Stream()
-        messages = stream.messages
-        marker = b";"
-        begun = False
+        messages, marker, begun = stream.messages, b";", False
         async for message in method(request, metadata=self._metadata):
             messages.append(message)
             if not begun and marker in message[1]:
                 begun = True
                 self._begun()
-        self._ended += 1
-        if self._ended == 1:
-            self._ending_ns = messages[-1][0] if messages else time.monotonic_ns()
-            say("ending")
-        return stream
+        self._end_window()
 
     def _begun(self) -> None:
         self._first_tokens += 1
         if self._first_tokens == self._task.calls:
             self._steady_ns = time.monotonic_ns()
+            self._all_begun.set()
             say("steady")
+
+    def _end_window(self) -> None:
+        if not self._ending_ns:
+            self._ending_ns = time.monotonic_ns()
+            say("ending")
 
     def _generate(self, number: int) -> Any:
         return jobs_pb2.GenerateStreamRequest(
@@ -203,7 +219,9 @@ class Callers:
             complete &= len(stamps) == len(chunk.token_ids)
             if self._steady_ns < at_ns <= self._ending_ns:
                 delays_ms += [(at_ns - stamp) / 1e6 for stamp in stamps]
-        return received, complete and received == self._task.max_tokens, together
+        if not self._task.window_s:
+            complete &= received == self._task.max_tokens
+        return received, complete and received > 0, together
 
 
 async def _main() -> None:

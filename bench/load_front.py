@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 TENANT: Final = "load"
 NEVER_S: Final = 3600.0  # A step so long that no job moves.
-RAMP_S: Final = 10.0  # Streams are opened in less, and go on for as long beyond the time measured.
+MANY_TOKENS: Final = 100_000  # More than a stream gets before it is closed.
 START_TIMEOUT_S: Final = 30.0
 POLL_S: Final = 0.01
 
@@ -286,11 +286,12 @@ def streams(
         folder: For sockets and the queue.
         count: Streams, and rows of the batch.
         step_s: Time of a step.
-        window_s: How long all are open, at least about.
+        window_s: How long all are open.
         tell: Hears what is being done.
     """
-    tokens = max(2, round((window_s + RAMP_S) / step_s))
-    task = Task(target="", token="", prefix="s", calls=count, max_tokens=tokens)
+    task = Task(
+        target="", token="", prefix="s", calls=count, max_tokens=MANY_TOKENS, window_s=window_s
+    )
     tell(f"{count} streams at the bare server")
     with _bare(folder, step_s) as bare:
         target = f"unix:{folder / 'echo.sock'}"
