@@ -15,6 +15,7 @@ from rich.console import Console
 from batond.bench import (
     demo,
     families,
+    load,
     model_support,
     models,
     planner,
@@ -28,6 +29,7 @@ from batond.bench import engine as engine_bench
 from batond.daemon.errors import BatondError
 from batond.daemon.simulator.command import policy_list
 from batond.daemon.simulator.options import pairs
+from batond.daemon.telemetry.logging import configure_logging
 
 TABLE_WIDTH = 120
 
@@ -204,6 +206,39 @@ def trace_command(  # noqa: PLR0917 - typer calls it by name
     trace.show(console, options, result)
     if output is not None:
         trace.write(output, options, result)
+
+
+@app.command("load")
+def load_command(  # noqa: PLR0917 - typer calls it by name
+    jobs: Annotated[int, typer.Option(help="Jobs of each kind of work of the queue.")] = 12_000,
+    window: Annotated[int, typer.Option(help="Jobs a claim, and a pipeline.")] = 60,
+    waiting: Annotated[int, typer.Option(help="Jobs submitted over gRPC that nobody runs.")] = 20_000,
+    at_once: Annotated[int, typer.Option(help="Submits under way at any time.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Turns of each measurement and its floor.")] = 4,
+    streams: Annotated[int, typer.Option(help="Open at once; each gets a token a step.")] = 1000,
+    step: Annotated[float, typer.Option(help="Seconds between two tokens of a stream.")] = 0.2,
+    seconds: Annotated[float, typer.Option(help="How long all streams are open.")] = 10.0,
+    output: Annotated[Path | None, typer.Option(help="Also write every figure as JSON.")] = None,
+) -> None:
+    """Measure queue and front on an engine that computes nothing, each against the bare thing in turn."""
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    options = load.Options(
+        jobs=jobs,
+        window=window,
+        waiting=waiting,
+        at_once=at_once,
+        rounds=rounds,
+        streams=streams,
+        step_s=step,
+        window_s=seconds,
+    )
+    configure_logging("warning", "console")
+    with console.status("starting") as status:
+        report = load.run(options, status.update)
+    load.show(console, report)
+    if output is not None:
+        load.write(output, report)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What the queue's scripts write, as plain commands in a pipeline: the floor they are held against.
 
-No checks, no compare-and-set, no fair shares: only a record, its places and its output, written and read as the
-scripts do for a job of no special kind.
+No checks, no compare-and-set, no fair shares: only a record, its places and its output, written and read as
+the scripts do for a job of no special kind.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def end(pipe: Any, sla_class: str, ref: str, number: int) -> None:
     """Finish a job."""
     job, tenant = _PREFIX + "job:" + ref, ref.partition("/")[0]
     pipe.hmget(job, "state", "owner", "epoch", "output_tokens", "cancel_requested", "started_ms")
-    pipe.hset(job, mapping={"state": "succeeded", "owner": "", "finished_ms": number, "finish_reason": "length"})
+    pipe.hset(
+        job, mapping={"state": "succeeded", "owner": "", "finished_ms": number, "finish_reason": "length"}
+    )
     pipe.zrem(_PREFIX + "leases", ref)
     pipe.srem(_PREFIX + "owner:daemon", ref)
     pipe.srem(_PREFIX + "holds:" + tenant, ref)

@@ -1,8 +1,8 @@
 """The callers, in a process of their own: `python -m batond.bench.load_client JSON`, a `Task` as JSON.
 
-It says "ready" when its channels are connected and begins when it is sent a line. Streams say "steady" when each
-has had a token, and "ending" a while later, or when the first has ended: between the two all are open. The last line
-is a `Result`.
+It says "ready" when its channels are connected and begins when it is sent a line. Streams say "steady" when
+each has had a token, and "ending" a while later, or when the first has ended: between the two all are open.
+The last line is a `Result`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Callers:
         streams = [_Stream() for _ in range(self._task.calls)]
         tasks = [asyncio.create_task(self._stream(number, one)) for number, one in enumerate(streams)]
         if self._task.window_s:
-            begun = asyncio.create_task(self._all_begun.wait())
+            begun: asyncio.Task[Any] = asyncio.create_task(self._all_begun.wait())
             await asyncio.wait([begun, *tasks], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait(tasks, timeout=self._task.window_s, return_when=asyncio.FIRST_COMPLETED)
             for one in tasks:
@@ -199,12 +199,14 @@ class Callers:
             say("ending")
 
     def _generate(self, number: int) -> Any:
-        return jobs_pb2.GenerateStreamRequest(
-            job_id=f"{self._task.prefix}-{number}", spec=self._spec(number)
-        )
+        return jobs_pb2.GenerateStreamRequest(job_id=f"{self._task.prefix}-{number}", spec=self._spec(number))
 
     def _read(self, number: int, stream: _Stream, delays_ms: list[float]) -> tuple[int, bool, int]:
-        """Parse what a stream brought; gives its tokens, whether it was complete, and tokens that came together."""
+        """Parse what a stream brought.
+
+        Returns:
+            Its tokens, whether it was complete, and the tokens that came with an earlier one.
+        """
         response = jobs_pb2.WatchJobResponse if number % 2 else jobs_pb2.GenerateStreamResponse
         received, complete, together = 0, True, 0
         for at_ns, data in stream.messages:

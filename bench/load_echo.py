@@ -1,7 +1,7 @@
 """A bare gRPC server with the daemon's messages and nothing behind them: the floor the front is held against.
 
-`python -m batond.bench.load_echo SOCKET STEP_S`. It answers a submit with the job as the front would show it, and a
-stream with a token a step, all streams at the same moment, as they come from an engine. No queue, no checks.
+`python -m batond.bench.load_echo SOCKET STEP_S`. It answers a submit with the job as the front would show it,
+and a stream with a token a step, all streams at the same moment, as they come from an engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Echo(jobs_pb2_grpc.JobServiceServicer):
             beat, self._beat = self._beat, asyncio.Event()
             beat.set()
 
-    async def SubmitJob(self, request: Any, _context: Any) -> Any:  # noqa: N802 - the contract's name
+    async def SubmitJob(self, request: Any, context: Any) -> Any:  # noqa: N802, ARG002 - the contract's names
         """Describe the job."""
         self._tokens[request.job_id] = request.spec.sampling.max_tokens
         job = types_pb2.Job(

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -26,6 +25,7 @@ from batond.bench.local_daemon import LocalDaemon
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
 TENANT: Final = "load"
 NEVER_S: Final = 3600.0  # A step so long that no job moves.
@@ -134,7 +134,9 @@ class Process:
         assert self._process.stdout is not None  # noqa: S101 - for type checkers: it is a pipe
         line = self._process.stdout.readline().strip()
         if not line or (words and line not in words):
-            raise RuntimeError(f"a process of the measurement said {line!r}, not one of {words or 'its result'}")
+            raise RuntimeError(
+                f"a process of the measurement said {line!r}, not one of {words or 'its result'}"
+            )
         return line
 
     def go(self) -> None:
@@ -163,14 +165,18 @@ def _process(module: str, *arguments: str) -> Iterator[Process]:
 
 
 @contextlib.contextmanager
-def _daemon(folder: Path, *, rows: int, step_s: float) -> Iterator[LocalDaemon]:
+def daemon_on(folder: Path, *, rows: int, step_s: float) -> Iterator[LocalDaemon]:
+    """A daemon on the engine that computes nothing, whose tokens tell when they left it."""
     folder.mkdir()
     daemon = LocalDaemon(
         folder,
         [TENANT],
         model={"path": str(folder), "name": "fake"},
         engine={"rows": rows},
-        sections={"queue": {"max_queued": 10_000_000}, "service": {"frozen_after_s": 2 * NEVER_S, "drain_timeout_s": 0}},
+        sections={
+            "queue": {"max_queued": 10_000_000},
+            "service": {"frozen_after_s": 2 * NEVER_S, "drain_timeout_s": 0},
+        },
         environment={STEP_VARIABLE: str(step_s), STAMPS_VARIABLE: "1"},
         program=PROGRAM,
     )
@@ -194,8 +200,16 @@ def _bare(folder: Path, step_s: float) -> Iterator[Process]:
     socket.unlink(missing_ok=True)
 
 
-def _call(task: Task, pids: Mapping[str, int]) -> tuple[Result, Spent]:
-    """Let callers do their task; gives CPU time over all of it, or while all streams were open."""
+def call(task: Task, pids: Mapping[str, int]) -> tuple[Result, Spent]:
+    """Let callers do their task.
+
+    Args:
+        task: What they do.
+        pids: Processes whose CPU time is taken, beside that of the callers.
+
+    Returns:
+        What came of it, and what was spent: over all of it, or while all streams were open.
+    """
     with _process("load_client", msgspec.json.encode(task).decode()) as client:
         client.hear("ready")
         meter = Meter({**pids, "callers": client.pid})
@@ -234,21 +248,21 @@ def submits(
         tell: Hears what is being done.
     """
     a_round = jobs // rounds
-    with _daemon(folder / "submits", rows=1, step_s=NEVER_S) as daemon, _bare(folder, NEVER_S) as bare:
+    with daemon_on(folder / "submits", rows=1, step_s=NEVER_S) as daemon, _bare(folder, NEVER_S) as bare:
         pids = _pids(daemon)
         target, echo = f"unix:{daemon.socket}", f"unix:{folder / 'echo.sock'}"
         token = daemon.tokens[TENANT]
         tell("submits over gRPC: warming up")
         for name in (target, echo):
-            _call(Task(target=name, token=token, prefix="warm", calls=warm_up, at_once=at_once), {})
+            call(Task(target=name, token=token, prefix="warm", calls=warm_up, at_once=at_once), {})
         before = _memory(daemon, pids)
         done: list[tuple[Result, Spent]] = []
         floor: list[tuple[Result, Spent]] = []
         for number in range(rounds):
             tell(f"submits over gRPC: {number + 1} of {rounds}")
             task = Task(target=target, token=token, prefix=f"r{number}", calls=a_round, at_once=at_once)
-            done.append(_call(task, pids))
-            floor.append(_call(msgspec.structs.replace(task, target=echo), {"bare": bare.pid}))
+            done.append(call(task, pids))
+            floor.append(call(msgspec.structs.replace(task, target=echo), {"bare": bare.pid}))
         after = _memory(daemon, pids)
     latencies_ms = [one for result, _ in done for one in result.latencies_ms]
     p50_ms, p99_ms, _ = percentiles(latencies_ms)
@@ -289,17 +303,15 @@ def streams(
         window_s: How long all are open.
         tell: Hears what is being done.
     """
-    task = Task(
-        target="", token="", prefix="s", calls=count, max_tokens=MANY_TOKENS, window_s=window_s
-    )
+    task = Task(target="", token="", prefix="s", calls=count, max_tokens=MANY_TOKENS, window_s=window_s)
     tell(f"{count} streams at the bare server")
     with _bare(folder, step_s) as bare:
         target = f"unix:{folder / 'echo.sock'}"
-        floor = _call(msgspec.structs.replace(task, target=target), {"bare": bare.pid})
+        floor = call(msgspec.structs.replace(task, target=target), {"bare": bare.pid})
     tell(f"{count} streams at the daemon")
-    with _daemon(folder / "streams", rows=count, step_s=step_s) as daemon:
+    with daemon_on(folder / "streams", rows=count, step_s=step_s) as daemon:
         task = msgspec.structs.replace(task, target=f"unix:{daemon.socket}", token=daemon.tokens[TENANT])
-        done = _call(task, _pids(daemon))
+        done = call(task, _pids(daemon))
     return [_delays("bare", step_s, task, *floor), _delays("daemon", step_s, task, *done)]
 
 

@@ -1,7 +1,7 @@
 """The queue's scripts against the same writes without a script, on one Redis, in turn.
 
-Both sides are sent by the same client in pipelines of the same length. Beside jobs a second, which two processes
-share, stands what Redis itself spends: its CPU time says how many jobs a second it could take from many clients.
+Both sides are sent by the same client in pipelines of the same length. Beside jobs a second, which two
+processes share, stands what Redis itself spends: that says how many it could take from many clients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
-import redis.asyncio
 
 from batond.bench import load_bare as bare
 from batond.bench.load_cpu import Meter
@@ -24,6 +23,8 @@ from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
+
+    import redis.asyncio
 
     from batond.bench.load_bare import Writer
     from batond.bench.load_cpu import Spent
@@ -78,30 +79,26 @@ class QueueRate:
 
 
 class Pipelined:
-    """Sends the scripts that are called within one turn of the loop in one pipeline; a client for `JobStore`."""
+    """A client for `JobStore`: sends what is called within one turn of the loop in one pipeline."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
         self._calls: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
         self._sending: asyncio.Task[None] | None = None
 
-    async def evalsha(self, *arguments: Any) -> Any:
+    async def execute_command(self, *command: Any) -> Any:
         """As the client's own; the answer comes with those of the others."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls.append((arguments, future))
+        self._calls.append((command, future))
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send())
         return await future
 
-    async def eval(self, *arguments: Any) -> Any:
-        """The server learns a script: as the client's own."""
-        return await cast("Awaitable[Any]", self._client.eval(*arguments))
-
     async def _send(self) -> None:
         calls, self._calls = self._calls, []
         pipe = self._client.pipeline(transaction=False)
-        for arguments, _ in calls:
-            pipe.evalsha(*arguments)
+        for command, _ in calls:
+            pipe.execute_command(*command)
         replies = await pipe.execute(raise_on_error=False)
         for (_, future), reply in zip(calls, replies, strict=True):
             if isinstance(reply, Exception):
@@ -129,7 +126,6 @@ class QueueBench:
         self._plain = self._store(self._client)
         self._piped = self._store(cast("redis.asyncio.Redis", Pipelined(self._client)))
         self._names, self._owners, self._bare_names = itertools.count(), itertools.count(), itertools.count()
-        self.memory_bytes = 0.0  # Of Redis, a waiting job.
 
     async def run(self, tell: Callable[[str], None]) -> list[QueueRate]:
         """Do all kinds of work; `tell` hears what is being done."""
@@ -137,13 +133,13 @@ class QueueBench:
         try:
             await self._client.flushall()
             await self._teach()
-            rates.append(await self._measure("submit, one by one", self._submit_plain, self._bare_submit, tell))
+            rates.append(
+                await self._measure("submit, one by one", self._submit_plain, self._bare_submit, tell)
+            )
             await self._client.flushall()
-            before = await self._used_bytes()
-            await self._submit_piped()
-            self.memory_bytes = (await self._used_bytes() - before) / self._round_jobs
-            await self._client.flushall()
-            rates.append(await self._measure("submit, pipelined", self._submit_piped, self._bare_submit, tell))
+            rates.append(
+                await self._measure("submit, pipelined", self._submit_piped, self._bare_submit, tell)
+            )
             rates.append(await self._measure("claim", self._claim, self._bare_claim, tell))
             await self._client.flushall()
             for _ in range(self._rounds):
@@ -206,9 +202,6 @@ class QueueBench:
         """Commands the server has run, those inside scripts too."""
         stats = await self._client.info("commandstats")
         return sum(int(one["calls"]) for one in stats.values())
-
-    async def _used_bytes(self) -> int:
-        return int((await self._client.info("memory"))["used_memory"])
 
     # -- submits ----------------------------------------------------------------------------------------
 
@@ -282,7 +275,12 @@ class QueueBench:
             for write in writers:
                 pipe = self._client.pipeline(transaction=False)
                 for number in range(start, start + self._window):
-                    write(pipe, CLASSES[number % len(CLASSES)], f"tenant-{number % TENANTS}/job-{number:012}", number)
+                    write(
+                        pipe,
+                        CLASSES[number % len(CLASSES)],
+                        f"tenant-{number % TENANTS}/job-{number:012}",
+                        number,
+                    )
                 await pipe.execute()
 
 

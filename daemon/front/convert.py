@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 from google.protobuf import duration_pb2, timestamp_pb2
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from batond.daemon.queue.registry import DaemonRecord
     from batond.daemon.wire.messages import Snapshot, TokenLogprobs
 
+NS_PER_S: Final = 1_000_000_000
 STATES: Final[dict[JobState, types_pb2.JobState]] = {
     JobState.QUEUED: types_pb2.JOB_STATE_QUEUED,
     JobState.CLAIMED: types_pb2.JOB_STATE_RUNNING,
@@ -207,16 +209,11 @@ def stream_event(
         ended: The whole job, if the event is its end.
         prompt_token_ids: The job's prompt, if the event brings its log-probabilities.
     """
+    if isinstance(event, Chunk):
+        return _chunk_event(event, sequence, prompt_token_ids)
     shown = types_pb2.StreamEvent(sequence=sequence)
     shown.time.GetCurrentTime()
     match event:
-        case Chunk():
-            shown.chunk.first_token_index = event.first_index
-            shown.chunk.token_ids.extend(event.token_ids)
-            shown.chunk.text, shown.chunk.choice = event.text, event.choice
-            shown.chunk.finish_reason = _finish_reason(event.finish_reason)
-            shown.chunk.logprobs.extend(token_logprobs(event.token_ids, event.logprobs))
-            shown.chunk.prompt_logprobs.extend(token_logprobs(prompt_token_ids, event.prompt_logprobs))
         case InLine():
             shown.queued.job_id = event.record.job_id
             shown.queued.effective_sla_class = event.record.sla_class
@@ -235,6 +232,26 @@ def stream_event(
             shown.resumed.choice, shown.resumed.reason = event.choice, event.reason
         case _:
             shown.finished.job.CopyFrom(ended or job(event.record, now_ms=event.record.finished_ms))
+    return shown
+
+
+def _chunk_event(chunk: Chunk, sequence: int, prompt_token_ids: Sequence[int]) -> types_pb2.StreamEvent:
+    """Describe output. Once a token and stream: nothing is touched that most chunks don't have."""
+    shown = types_pb2.StreamEvent(sequence=sequence)
+    # GetCurrentTime() goes through a calendar, and takes longer than all the rest.
+    shown.time.seconds, shown.time.nanos = divmod(time.time_ns(), NS_PER_S)
+    shown.chunk.token_ids.extend(chunk.token_ids)
+    shown.chunk.first_token_index, shown.chunk.text, shown.chunk.choice = (
+        chunk.first_index,
+        chunk.text,
+        chunk.choice,
+    )
+    if chunk.finish_reason:
+        shown.chunk.finish_reason = _finish_reason(chunk.finish_reason)
+    if chunk.logprobs is not None:
+        shown.chunk.logprobs.extend(token_logprobs(chunk.token_ids, chunk.logprobs))
+    if chunk.prompt_logprobs is not None:
+        shown.chunk.prompt_logprobs.extend(token_logprobs(prompt_token_ids, chunk.prompt_logprobs))
     return shown
 
 
