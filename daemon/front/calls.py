@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import grpc
+
 from batond.daemon.errors import BatondError, UnauthenticatedError
 from batond.daemon.front import audit
 from batond.daemon.front.identity import require_admin
@@ -102,7 +104,7 @@ class Calls:
                 actor = tenant.name
                 require_admin(tenant)
                 answer = await handle(tenant)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, grpc.aio.InternalError):
                 # The caller hung up in the middle; what was asked for may have been done.
                 if not reads:
                     audit.record(
@@ -187,6 +189,9 @@ class Calls:
                 # Nobody cancelled this call: something inside was, and the client would wait for ever.
                 await self._refuse(method, context, RuntimeError(f"cancelled inside: {error!r}"))
             raise  # The client is gone, or the server ends: gRPC knows.
+        except grpc.aio.InternalError as error:
+            # A response could not be written: the client is gone, before gRPC had told the handler.
+            raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001 - nothing may leave without a status
             await self._refuse(method, context, error)
 

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 
 from batond.daemon.config import is_local
 from batond.daemon.errors import ConfigError
+from batond.daemon.front.malformed import RefuseMalformed
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def build_server(
     Raises:
         ConfigError: An address can't be bound.
     """
-    server = grpc.aio.server(options=_options(settings.server.max_message_bytes))
+    server = grpc.aio.server(
+        interceptors=[RefuseMalformed()], options=_options(settings.server.max_message_bytes)
+    )
     jobs_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -66,7 +69,7 @@ def build_admin_server(admin: AdminServicer, address: str, max_message_bytes: in
     Raises:
         ConfigError: The address can't be bound.
     """
-    server = grpc.aio.server(options=_options(max_message_bytes))
+    server = grpc.aio.server(interceptors=[RefuseMalformed()], options=_options(max_message_bytes))
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
     reflection.enable_server_reflection((_SERVICES[1], reflection.SERVICE_NAME), server)
     _bind(server, address, None)

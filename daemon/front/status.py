@@ -36,10 +36,13 @@ CODES: Final[dict[type[errors.BatondError], grpc.StatusCode]] = {
 #: Faults of the operator or of ours: the client gets an id, the text goes to the log.
 _HIDDEN: Final = frozenset({grpc.StatusCode.INTERNAL})
 _RETRY_AFTER_S: Final = {grpc.StatusCode.UNAVAILABLE: 1.0, grpc.StatusCode.RESOURCE_EXHAUSTED: 1.0}
-#: A status travels in HTTP/2 trailers, which peers limit to 8 KiB: a longer one breaks the connection.
-_LONGEST_MESSAGE_CHARS: Final = 512
-_LONGEST_VALUE_CHARS: Final = 128
-_MOST_FACTS: Final = 12
+#: A status travels in two HTTP/2 trailers: its message percent-encoded, and all of it as base64. gRPC leaves
+#: out a trailer above 2 KiB without a word, and peers break the connection at 8 KiB: these stay below.
+_LONGEST_MESSAGE_BYTES: Final = 480
+_LONGEST_DESCRIPTION_BYTES: Final = 160
+_LONGEST_FIELD_BYTES: Final = 64
+_LONGEST_VALUE_BYTES: Final = 128
+_MOST_FACTS_BYTES: Final = 400
 
 _log = get_logger(__name__)
 
@@ -68,14 +71,20 @@ def to_status(error: BaseException) -> grpc.Status:
     code = code_of(error)
     if not isinstance(error, errors.BatondError) or code in _HIDDEN:
         return _hidden(error)
-    message = _cut(error.message, _LONGEST_MESSAGE_CHARS)
+    message = _cut(error.message, _LONGEST_MESSAGE_BYTES)
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
-    for key, value in list(error.details.items())[:_MOST_FACTS]:
-        info.metadata[key] = _cut(value, _LONGEST_VALUE_CHARS)
+    room_bytes = _MOST_FACTS_BYTES
+    for key, value in error.details.items():
+        fact = _cut(value, _LONGEST_VALUE_BYTES)
+        room_bytes -= len(key) + len(fact.encode())
+        if room_bytes < 0:
+            break
+        info.metadata[key] = fact
     details: list[Message] = [info]
     if code is grpc.StatusCode.INVALID_ARGUMENT and "field" in error.details:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=_cut(error.details["field"], _LONGEST_VALUE_CHARS), description=message
+            field=_cut(error.details["field"], _LONGEST_FIELD_BYTES),
+            description=_cut(message, _LONGEST_DESCRIPTION_BYTES),
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if code in _RETRY_AFTER_S:
@@ -105,7 +114,9 @@ def _pack(code: grpc.StatusCode, message: str, details: list[Message]) -> grpc.S
     return rpc_status.to_status(status_pb2.Status(code=code.value[0], message=message, details=packed))
 
 
-def _cut(text: str, most_chars: int) -> str:
-    # Bytes, not characters, are limited; four bytes a character are the worst case.
-    text = text if text.isascii() else text[: most_chars // 2]
-    return text if len(text) <= most_chars else text[: most_chars - 3] + "..."
+def _cut(text: str, most_bytes: int) -> str:
+    # The slice first: a megabyte need not be encoded to be cut.
+    raw = text[: most_bytes + 1].encode(errors="replace")
+    if len(raw) <= most_bytes:
+        return raw.decode()
+    return raw[: most_bytes - 3].decode(errors="ignore") + "..."

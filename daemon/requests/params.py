@@ -24,6 +24,8 @@ MAX_GRAMMAR_CHARS: Final = 1 << 16
 MAX_SCHEMA_DEPTH: Final = (
     100  # The compiler's time grows with the cube: 1,000 nested levels hold it for minutes.
 )
+#: Of one object of a schema: compiling goes with the square, and 800 hold the engine for a minute.
+MAX_OPTIONAL_PROPERTIES: Final = 100
 _SEED_BITS: Final = 63  # What every number format on the way keeps exactly.
 
 
@@ -220,14 +222,39 @@ def _check_schema(source: str) -> None:
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError("json_schema must be a JSON object or a boolean", field="json_schema")
     level: list[object] = [schema]
-    depth = 0
+    depth = work = 0
     while level:
         depth += 1
         if depth > MAX_SCHEMA_DEPTH:
             raise InvalidRequestError(
                 f"json_schema nests deeper than {MAX_SCHEMA_DEPTH} levels", field="json_schema"
             )
+        for outer in level:
+            _check_ref(outer)
+            work += _optional_properties(outer) ** 2
+        if work > MAX_OPTIONAL_PROPERTIES**2:
+            raise InvalidRequestError(
+                f"json_schema has too many optional properties: at most {MAX_OPTIONAL_PROPERTIES} in one"
+                " object, fewer if several objects have many",
+                field="json_schema",
+            )
         level = [inner for outer in level for inner in _nested(outer)]
+
+
+def _check_ref(value: object) -> None:
+    # xgrammar takes any value for one that is elsewhere, and writes where to standard error: into our log.
+    ref = value.get("$ref") if isinstance(value, dict) else None
+    if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
+        raise InvalidRequestError("a $ref of json_schema must be # or begin with #/", field="json_schema")
+
+
+def _optional_properties(value: object) -> int:
+    properties = value.get("properties") if isinstance(value, dict) else None
+    if not isinstance(properties, dict):
+        return 0
+    required = value.get("required") if isinstance(value, dict) else None
+    known = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    return len(properties.keys() - known)
 
 
 def _nested(value: object) -> list[object]:

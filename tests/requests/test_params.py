@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -118,6 +119,27 @@ def test_edges_are_accepted() -> None:
     assert SamplingParams(json_schema="true").structured
     assert not SamplingParams().penalized
     assert not SamplingParams().structured
+
+
+def test_a_schema_refers_to_nothing_outside() -> None:
+    """Q1: xgrammar ignores such a reference, and writes it, line breaks and all, where our log goes."""
+    with pytest.raises(InvalidRequestError, match="must be # or begin with #/"):
+        SamplingParams(json_schema='{"items": [{"$ref": "x:\\n{\\"event\\": \\"forged\\"}"}]}')
+    assert SamplingParams(json_schema='{"properties": {"$ref": {"$ref": "#/$defs/a"}}}').structured
+
+
+def test_a_schema_that_takes_minutes_to_compile_is_refused() -> None:
+    """Q1: the engine would stand still for all."""
+    many = {f"p{i}": {} for i in range(101)}
+    half = dict(list(many.items())[:60])
+    for schema in (
+        {"properties": many},
+        {"properties": {"a": {"properties": half}, "b": {"anyOf": [{"properties": half}] * 2}}},
+    ):
+        with pytest.raises(InvalidRequestError, match="too many optional properties"):
+            SamplingParams(json_schema=json.dumps(schema))
+    assert SamplingParams(json_schema=json.dumps({"properties": many, "required": list(many)})).structured
+    assert SamplingParams(json_schema='{"properties": [], "required": 3}').structured
 
 
 def test_the_wire_keeps_every_field() -> None:
