@@ -65,6 +65,7 @@ EXTEND_START_S = 30.0
 NOTE_EVERY_S = 10.0  # In the log, while the model loads.
 WATCHDOG_EVERY_S = 0.5
 CLOSE_STREAMS_S = 1.0
+CANCEL_EVERY_S = 0.5
 
 _log = get_logger(__name__)
 
@@ -325,9 +326,7 @@ class _Front:
             await server.stop(CLOSE_STREAMS_S)
             await stack.aclose()
             await self._jobs.finish_tidying()
-            for task in work:
-                task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
+            await _end(work)
             await self._neighbours.leave()
             await asyncio.to_thread(self._keeper.stop)
             self._metrics.close()
@@ -414,6 +413,14 @@ async def _redis(settings: Settings) -> AsyncIterator[RedisTarget | str]:
         yield embedded.url
     finally:
         await asyncio.to_thread(embedded.stop)
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel until all have ended: the Redis client's `wait_for` can swallow one cancel on Python 3.11."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_EVERY_S)
 
 
 async def _end_engine(link: EngineLink, engine: asyncio.Task[None]) -> None:

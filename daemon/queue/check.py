@@ -78,6 +78,7 @@ async def check_server(client: redis.asyncio.Redis, *, cluster: bool = False) ->
     if policy is None:
         _log.warning(
             "redis_policy_unknown",
+            server=_name(client),
             note="INFO and CONFIG don't tell maxmemory-policy to this user; make sure that it is noeviction",
         )
     elif policy != "noeviction":
@@ -168,6 +169,11 @@ def check_version(about: dict[str, Any]) -> None:
         )
 
 
+def _name(client: redis.asyncio.Redis) -> str:
+    place = client.connection_pool.connection_kwargs
+    return str(place["path"]) if "path" in place else f"{place.get('host')}:{place.get('port')}"
+
+
 def _version_text(about: dict[str, Any]) -> str:
     return str(about.get("valkey_version") or about.get("redis_version") or "of unknown version")
 
@@ -186,6 +192,7 @@ async def _warn_if_volatile(client: redis.asyncio.Redis) -> None:
     if persistence and not int(persistence.get("aof_enabled", 0)):
         _log.warning(
             "redis_without_aof",
+            server=_name(client),
             note="accepted jobs are lost if Redis dies; set `appendonly yes` to keep them",
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,15 @@ from batond.daemon.queue import (
     StepCommit,
     open_async,
 )
+from batond.daemon.queue.keys import Keys
 from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     import redis.asyncio
+
+    from batond.daemon.queue.target import RedisTarget
 
 CLASSES = ("interactive", "standard", "batch")
 LEASE_MS = 60_000
@@ -67,7 +71,7 @@ class Queue:
 
     store: JobStore
     client: redis.asyncio.Redis
-    url: str
+    url: RedisTarget | str
     owner: str = "d1"
     extra: list[redis.asyncio.Redis] = field(default_factory=list)
 
@@ -110,9 +114,9 @@ class Queue:
 
     def another(self, **kw: Any) -> JobStore:
         """Gives a store with a connection of its own, as another daemon has."""
-        connection = open_async(self.url)
+        connection = open_async(self.url, key=self.store.keys.base)
         self.extra.append(connection)
-        return JobStore(connection, "m", CLASSES, **kw)
+        return JobStore(connection, self.store.keys.model, CLASSES, **kw)
 
     @contextlib.asynccontextmanager
     async def news(self, job_id: str, *, tenant: str = "t") -> AsyncIterator[Callable[[], Awaitable[None]]]:
@@ -146,3 +150,20 @@ async def queue(server: EmbeddedRedis, client: redis.asyncio.Redis) -> AsyncIter
     yield made
     for connection in made.extra:
         await connection.aclose()
+
+
+@pytest.fixture
+async def open_queue() -> AsyncIterator[Callable[..., Queue]]:
+    """Opens queues at other servers than this folder's own; each of a model of its own."""
+    opened: list[Queue] = []
+
+    def open_at(target: RedisTarget | str, **kw: Any) -> Queue:
+        model = f"m{uuid.uuid4().hex[:8]}"
+        client = open_async(target, key=Keys(model).base)
+        opened.append(Queue(JobStore(client, model, CLASSES, **kw), client, target))
+        return opened[-1]
+
+    yield open_at
+    for one in opened:
+        for connection in (one.client, *one.extra):
+            await connection.aclose()

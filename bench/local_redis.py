@@ -1,0 +1,330 @@
+"""Real Redis servers on loopback: one, a primary behind Sentinels, a Cluster. They can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from batond.daemon.queue.embedded import find_server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+HOST: Final = "127.0.0.1"
+SERVICE: Final = "jobs"
+SLOTS: Final = 16384
+WAIT_S: Final = 60.0
+POLL_S: Final = 0.02
+#: A node of a Cluster listens on its port and on this one above it.
+BUS_OFFSET: Final = 10_000
+#: Low, so that failovers take a second or two; a real one has seconds here.
+DOWN_AFTER_MS: Final = 500
+
+
+def await_true(what: str, check: Callable[[], bool], *, timeout_s: float = WAIT_S) -> None:
+    """Waits until a check holds; a server that does not answer yet means no.
+
+    Raises:
+        TimeoutError: It did not come to hold.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(redis.RedisError, OSError):
+            if check():
+                return
+        time.sleep(POLL_S)
+    raise TimeoutError(f"{what}: not within {timeout_s:g} s")
+
+
+def free_port() -> int:
+    """A port that is free, and whose bus port is."""
+    while True:
+        port = random.randint(20_000, 45_000)  # noqa: S311 - no secret
+        with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
+            one.bind((HOST, port))
+            other.bind((HOST, port + BUS_OFFSET))
+            return port
+
+
+class RedisServer:
+    """One server process.
+
+    Args:
+        folder: Of its own; made if missing.
+        options: Of its configuration; a server without an append-only file and without eviction by default.
+        lines: Lines of a Sentinel's configuration; makes it one.
+        binary: None searches as the daemon does.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: dict[str, str] | None = None,
+        *,
+        lines: Sequence[str] = (),
+        binary: Path | None = None,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self._folder = folder
+        self._binary = binary or find_server()
+        settings = {
+            "port": str(self.port),
+            "bind": HOST,
+            "dir": str(folder),
+            "logfile": str(folder / "log"),
+            "daemonize": "no",
+        }
+        if not lines:
+            settings |= {"save": '""', "appendonly": "no", "repl-diskless-sync-delay": "0"}
+        self._sentinel = bool(lines)
+        self._file = folder / "server.conf"
+        text = [f"{name} {value}" for name, value in (settings | (options or {})).items()]
+        self._file.write_text("\n".join([*text, *lines, ""]), encoding="utf-8")
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        return f"{HOST}:{self.port}"
+
+    def client(self, **options: Any) -> redis.Redis:
+        """A client of this very server, that does not try again."""
+        return redis.Redis(
+            host=HOST, port=self.port, socket_timeout=5, retry=Retry(NoBackoff(), 0), **options
+        )
+
+    def ask(self, *words: str) -> Any:
+        """Sends one command; replies as the server gives them."""
+        with self.client() as client:
+            return cast("Any", client).execute_command(*words)
+
+    def info(self, section: str) -> dict[str, Any]:
+        """Gives a part of INFO."""
+        with self.client() as client:
+            return dict(cast("Any", client).info(section))
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process is there."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Starts it, if it does not run, and waits until it answers."""
+        if self.runs:
+            return
+        extra = ["--sentinel"] if self._sentinel else []
+        self._process = subprocess.Popen(  # noqa: S603 - our own binary, our own file
+            [str(self._binary), str(self._file), *extra],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        await_true(f"{self.address} answers", lambda: bool(self.ask("PING")))
+
+    def kill(self) -> None:
+        """SIGKILL; does nothing if it does not run."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Any:
+        """Stops it meanwhile as SIGSTOP does: connections stay, nothing is answered."""
+        assert self._process is not None  # noqa: S101 - started in __init__
+        os.kill(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self._process.pid, signal.SIGCONT)
+
+
+class Sentinels:
+    """A primary, its replicas and three Sentinels."""
+
+    def __init__(self, folder: Path, *, replicas: int = 2, options: dict[str, str] | None = None) -> None:
+        self.service = SERVICE
+        self.servers = [RedisServer(folder / "0", options)]
+        first = self.servers[0]
+        for number in range(1, replicas + 1):
+            follow = {"replicaof": f"{HOST} {first.port}"}
+            self.servers.append(RedisServer(folder / str(number), (options or {}) | follow))
+        self._await_replicas()
+        lines = [
+            f"sentinel monitor {SERVICE} {HOST} {first.port} 2",
+            f"sentinel down-after-milliseconds {SERVICE} {DOWN_AFTER_MS}",
+            f"sentinel failover-timeout {SERVICE} 3000",
+        ]
+        self.sentinels = [RedisServer(folder / f"s{number}", lines=lines) for number in range(3)]
+        for sentinel in self.sentinels:
+            await_true("Sentinels know all", lambda one=sentinel: self._complete(one))  # type: ignore[misc]
+
+    @property
+    def nodes(self) -> list[str]:
+        """Addresses of the Sentinels."""
+        return [sentinel.address for sentinel in self.sentinels]
+
+    @property
+    def primary(self) -> RedisServer:
+        """The one that the Sentinels agree on."""
+        found: list[RedisServer] = []
+
+        def agreed() -> bool:
+            named = {
+                int(one.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)[1]) for one in self.sentinels
+            }
+            found[:] = [server for server in self.servers if {server.port} == named]
+            return bool(found) and found[0].info("replication")["role"] == "master"
+
+        await_true("the Sentinels agree", agreed)
+        return found[0]
+
+    @property
+    def replicas(self) -> list[RedisServer]:
+        """All servers but the primary."""
+        primary = self.primary
+        return [server for server in self.servers if server is not primary]
+
+    def fail_over(self) -> RedisServer:
+        """Kills the primary; gives the new one."""
+        old = self.primary
+        old.kill()
+        found: list[RedisServer] = []
+
+        def promoted() -> bool:
+            found[:] = [self.primary]
+            return found[0] is not old
+
+        await_true("a replica is promoted", promoted)
+        return found[0]
+
+    def mend(self) -> None:
+        """Starts what was killed, and waits until all are in place again."""
+        for sentinel in self.sentinels:
+            sentinel.start()
+        primary = self.primary
+        for server in self.servers:
+            if server is not primary and not server.runs:
+                server.start()
+                # The Sentinels would do it, but look at most every ten seconds.
+                server.ask("REPLICAOF", HOST, str(primary.port))
+        self._await_replicas()
+
+    def stop(self) -> None:
+        """Kills all."""
+        for server in (*self.sentinels, *self.servers):
+            server.kill()
+
+    def _await_replicas(self) -> None:
+        def in_sync() -> bool:
+            roles = [server.info("replication") for server in self.servers]
+            return sorted(
+                "primary" if one["role"] == "master" else one["master_link_status"] for one in roles
+            ) == ["primary", *["up"] * (len(self.servers) - 1)]
+
+        await_true("replicas are in sync", in_sync)
+
+    def _complete(self, sentinel: RedisServer) -> bool:
+        flat = sentinel.ask("SENTINEL", "MASTER", SERVICE)
+        about = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
+        known = {_word(name): _word(value) for name, value in about.items()}
+        others, replicas = int(known["num-other-sentinels"]), int(known["num-slaves"])
+        return (others, replicas) == (2, len(self.servers) - 1)
+
+
+class Cluster:
+    """A Redis Cluster of three primaries with a replica each."""
+
+    def __init__(self, folder: Path, *, options: dict[str, str] | None = None) -> None:
+        given = {
+            "cluster-enabled": "yes",
+            "cluster-node-timeout": str(DOWN_AFTER_MS),
+            "cluster-config-file": "nodes.conf",
+            **(options or {}),
+        }
+        self.servers = [RedisServer(folder / str(number), given) for number in range(6)]
+        bounds = [SLOTS * number // 3 for number in range(4)]
+        for number, (start, end) in enumerate(itertools.pairwise(bounds)):
+            server = self.servers[number]
+            server.ask("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
+            server.ask("CLUSTER", "ADDSLOTS", *map(str, range(start, end)))
+        for server in self.servers[1:]:
+            server.ask("CLUSTER", "MEET", HOST, str(self.servers[0].port))
+        await_true("all nodes are known", lambda: all(self._knows_all(one) for one in self.servers))
+        for number in range(3):
+            name = _word(self.servers[number].ask("CLUSTER", "MYID"))
+            self.servers[number + 3].ask("CLUSTER", "REPLICATE", name)
+        self._await_whole()
+
+    @property
+    def nodes(self) -> list[str]:
+        """Addresses of all nodes."""
+        return [server.address for server in self.servers]
+
+    def primary_of(self, key: str) -> RedisServer:
+        """The node that serves a key's slot."""
+        found: list[RedisServer] = []
+
+        def asked() -> bool:
+            for server in self.servers:
+                with contextlib.suppress(redis.RedisError, OSError):
+                    server.ask("EXISTS", key)
+                    found[:] = [server]
+                    return True
+            return False
+
+        await_true("somebody serves the key", asked)
+        return found[0]
+
+    def fail_over(self, key: str) -> RedisServer:
+        """Kills the primary of a key's slot; gives the new one."""
+        old = self.primary_of(key)
+        old.kill()
+        return self.primary_of(key)
+
+    def mend(self) -> None:
+        """Starts what was killed, and waits until all are in place again."""
+        for server in self.servers:
+            server.start()
+        self._await_whole()
+
+    def stop(self) -> None:
+        """Kills all."""
+        for server in self.servers:
+            server.kill()
+
+    def _knows_all(self, server: RedisServer) -> bool:
+        return int(self._cluster_info(server)["cluster_known_nodes"]) == len(self.servers)
+
+    def _await_whole(self) -> None:
+        def whole() -> bool:
+            roles = [server.info("replication") for server in self.servers]
+            linked = [one for one in roles if one["role"] == "slave" and one["master_link_status"] == "up"]
+            fine = all(self._cluster_info(one)["cluster_state"] == "ok" for one in self.servers)
+            return fine and len(linked) == len(self.servers) - 3
+
+        await_true("the Cluster is whole", whole)
+
+    @staticmethod
+    def _cluster_info(server: RedisServer) -> dict[str, str]:
+        lines = _word(server.ask("CLUSTER", "INFO")).split("\r\n")
+        return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+def _word(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
