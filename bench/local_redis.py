@@ -194,16 +194,18 @@ class Sentinels:
         await_true("the Sentinels agree", agreed)
         return found[0]
 
-    @property
-    def replicas(self) -> list[RedisServer]:
+    def replicas_of(self, primary: RedisServer) -> list[RedisServer]:
         """All servers but the primary."""
-        primary = self.primary
         return [server for server in self.servers if server is not primary]
 
     def fail_over(self) -> RedisServer:
         """Kills the primary; gives the new one."""
         old = self.primary
         old.kill()
+        return self.await_promotion(old)
+
+    def await_promotion(self, old: RedisServer) -> RedisServer:
+        """Waits until another one than this is the primary; gives it."""
         found: list[RedisServer] = []
 
         def promoted() -> bool:
@@ -276,6 +278,11 @@ class Cluster:
         """Addresses of all nodes."""
         return [server.address for server in self.servers]
 
+    @property
+    def primaries(self) -> list[RedisServer]:
+        """Those that serve slots now."""
+        return [server for server in self.servers if server.info("replication")["role"] == "master"]
+
     def primary_of(self, key: str) -> RedisServer:
         """The node that serves a key's slot."""
         found: list[RedisServer] = []
@@ -296,6 +303,15 @@ class Cluster:
         old = self.primary_of(key)
         old.kill()
         return self.primary_of(key)
+
+    def replicas_of(self, primary: RedisServer) -> list[RedisServer]:
+        """The replica of one of the primaries."""
+        ports = {
+            int(value["port"])
+            for name, value in primary.info("replication").items()
+            if name.startswith("slave") and isinstance(value, dict)
+        }
+        return [server for server in self.servers if server.port in ports]
 
     def mend(self) -> None:
         """Starts what was killed, and waits until all are in place again."""

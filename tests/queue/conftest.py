@@ -154,11 +154,11 @@ async def queue(server: EmbeddedRedis, client: redis.asyncio.Redis) -> AsyncIter
 
 @pytest.fixture
 async def open_queue() -> AsyncIterator[Callable[..., Queue]]:
-    """Opens queues at other servers than this folder's own; each of a model of its own."""
+    """Opens queues at other servers than this folder's own; each of a model of its own, unless named."""
     opened: list[Queue] = []
 
-    def open_at(target: RedisTarget | str, **kw: Any) -> Queue:
-        model = f"m{uuid.uuid4().hex[:8]}"
+    def open_at(target: RedisTarget | str, *, model: str = "", **kw: Any) -> Queue:
+        model = model or f"m{uuid.uuid4().hex[:8]}"
         client = open_async(target, key=Keys(model).base)
         opened.append(Queue(JobStore(client, model, CLASSES, **kw), client, target))
         return opened[-1]
