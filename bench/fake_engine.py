@@ -164,7 +164,8 @@ class FakeEngine:
                 commands = self._channel.poll(max(0.0, wait_s))
                 for command in commands:
                     self._obey(command)
-                if not commands or (self._queries and time.monotonic() >= due_s):
+                # Without queries nothing is due: what a command did, such as an end, is told at once.
+                if not commands or not self._queries or time.monotonic() >= due_s:
                     break
             self._step()
             self._report()
