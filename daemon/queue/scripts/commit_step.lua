@@ -13,10 +13,26 @@ local refused, cancel = {}, {}
 local now_ms = clock()
 local spent = {} -- class and tenant -> cost, and tokens under a quota: charged once, after all items
 
+-- What is known of the job at hand, and what of it has changed: written at once, however much came of it.
+local job, changes
+
+local function change(field, value)
+  changes[#changes + 1] = field
+  changes[#changes + 1] = value
+end
+
+local function write_changes(ref)
+  if #changes > 0 then
+    redis.call('HSET', JOB .. ref, unpack(changes))
+    changes = {}
+  end
+end
+
 -- Whether the entry went in. If somebody else wrote into this stream, the job is past saving; its mates are not.
 local function write(ref, key, id, chunk)
   local reply = redis.pcall('XADD', key, id, 'c', chunk)
   if type(reply) == 'table' and reply.err then
+    write_changes(ref)
     conclude_dead(ref, 'BAD_RECORD', 'output: ' .. reply.err, now_ms)
     return false
   end
@@ -25,12 +41,11 @@ end
 
 -- Notes output tokens for the account of a job's tenant.
 local function spend(ref, tokens)
-  local job = redis.call('HMGET', JOB .. ref, 'sla_class', 'weight', 'metered')
-  local class, tenant = job[1] or '', tenant_of(ref)
+  local class, tenant = job.sla_class or '', tenant_of(ref)
   local key = class .. '/' .. tenant
   local sum = spent[key] or { class = class, tenant = tenant, cost = 0, metered = 0 }
-  sum.cost = sum.cost + cost_of(tokens, job[2])
-  sum.metered = sum.metered + (job[3] == '1' and tokens or 0)
+  sum.cost = sum.cost + cost_of(tokens, job.weight)
+  sum.metered = sum.metered + (job.metered == '1' and tokens or 0)
   spent[key] = sum
 end
 
@@ -47,7 +62,11 @@ local function fitting(ref, first, number)
       choice = tonumber(ARGV[at]), first_index = tonumber(ARGV[at + 1]), tokens = tonumber(ARGV[at + 2]),
       ends = ARGV[at + 3] == '1', encoded = ARGV[at + 4],
     }
-    local committed = count(redis.call('HGET', JOB .. ref, counter(chunk.choice))) or 0
+    local committed = job.output_tokens
+    if chunk.choice > 0 then
+      committed = redis.call('HGET', JOB .. ref, counter(chunk.choice))
+    end
+    committed = count(committed) or 0
     local after = chunk.first_index + chunk.tokens
     if chunk.first_index > committed then
       return nil, 'gap', committed
@@ -77,18 +96,19 @@ local function append(ref, chunk)
   elseif not write(ref, key, int(chunk.first_index) .. '-2', chunk.encoded) then
     return false
   end
-  redis.call('HSET', JOB .. ref, counter(chunk.choice), int(chunk.first_index + chunk.tokens))
-  redis.call('HSETNX', JOB .. ref, 'first_token_ms', int(now_ms))
+  change(counter(chunk.choice), int(chunk.first_index + chunk.tokens))
+  if not job.first_token_ms then
+    job.first_token_ms = int(now_ms)
+    change('first_token_ms', job.first_token_ms)
+  end
   spend(ref, chunk.tokens)
   return true
 end
 
-local function set(ref, i)
-  local changes = {}
+local function set(i)
   local function put(field, value, nothing)
-    if value ~= nothing then
-      changes[#changes + 1] = field
-      changes[#changes + 1] = value
+    if value ~= nothing and value ~= job[field] then
+      change(field, value)
     end
   end
   put('prompt_tokens', ARGV[i + 3], '-1')
@@ -98,27 +118,25 @@ local function set(ref, i)
   put('finish_reason', ARGV[i + 7], '')
   put('error_reason', ARGV[i + 8], '')
   put('error_message', ARGV[i + 9], '')
-  if #changes > 0 then
-    redis.call('HSET', JOB .. ref, unpack(changes))
-  end
 end
 
-local function move(ref, state, to, started_ms, wrote)
-  if not started_ms and (to == 'running' or wrote) then
-    redis.call('HSET', JOB .. ref, 'started_ms', int(now_ms))
-    local job = redis.call('HMGET', JOB .. ref, 'sla_class', 'claimed_ms')
-    note_start(job[1] or '', now_ms - (count(job[2]) or now_ms))
+local function move(ref, to, wrote)
+  if not job.started_ms and (to == 'running' or wrote) then
+    change('started_ms', int(now_ms))
+    note_start(job.sla_class or '', now_ms - (count(job.claimed_ms) or now_ms))
   end
   if FINAL[to] then
+    write_changes(ref)
     conclude(ref, to, now_ms)
     return
   end
-  if to == '' and wrote and state == 'claimed' then
+  if to == '' and wrote and job.state == 'claimed' then
     to = 'running'
   end
-  if to ~= '' and to ~= state then
-    redis.call('HSET', JOB .. ref, 'state', to)
+  if to ~= '' and to ~= job.state then
+    change('state', to)
   end
+  write_changes(ref)
   if wrote or to ~= '' then
     redis.call('PUBLISH', NEWS .. ref, to)
   end
@@ -135,22 +153,36 @@ local function append_all(ref, first, number)
   return why, committed
 end
 
+-- All that is asked of a job, with one call: there is one a job and step.
+local FIELDS = {
+  'state', 'owner', 'epoch', 'output_tokens', 'cancel_requested', 'started_ms', 'first_token_ms', 'claimed_ms',
+  'sla_class', 'weight', 'metered', 'prompt_tokens', 'preemptions',
+}
+
+local function read(ref)
+  local values, found = fields(ref, unpack(FIELDS)) or {}, {}
+  for place, name in ipairs(FIELDS) do
+    found[name] = values[place] or nil
+  end
+  return found
+end
+
 local i, item = 2, 0
 while i <= #ARGV do
   local ref, epoch, to, number = ARGV[i], ARGV[i + 1], ARGV[i + 2], tonumber(ARGV[i + 10])
-  local job = fields(ref, 'state', 'owner', 'epoch', 'output_tokens', 'cancel_requested', 'started_ms') or {}
-  local committed = count(job[4]) or 0
-  local why = barred(job[1], job[2], job[3], owner, epoch)
-  if why == 'final' and to == job[1] and job[3] == epoch then
+  job, changes = read(ref), {}
+  local committed = count(job.output_tokens) or 0
+  local why = barred(job.state, job.owner, job.epoch, owner, epoch)
+  if why == 'final' and to == job.state and job.epoch == epoch then
     why = nil -- the same end, sent again
   elseif not why then
     local held_against
     why, held_against = append_all(ref, i + ITEM, number)
     committed = held_against or committed
     if not why then
-      set(ref, i)
-      move(ref, job[1], to, job[6], number > 0)
-      if job[5] == '1' and not FINAL[to] then
+      set(i)
+      move(ref, to, number > 0)
+      if job.cancel_requested == '1' and not FINAL[to] then
         cancel[#cancel + 1] = ref
       end
     end
