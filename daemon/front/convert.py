@@ -200,6 +200,7 @@ def stream_event(
     *,
     ended: types_pb2.Job | None = None,
     prompt_token_ids: Sequence[int] = (),
+    shown: types_pb2.StreamEvent | None = None,
 ) -> types_pb2.StreamEvent:
     """Describe what happened to a job.
 
@@ -208,10 +209,13 @@ def stream_event(
         sequence: Number of the event in its stream.
         ended: The whole job, if the event is its end.
         prompt_token_ids: The job's prompt, if the event brings its log-probabilities.
+        shown: An empty message to write it into, which it is a part of; None makes one.
     """
+    shown = types_pb2.StreamEvent() if shown is None else shown
+    shown.sequence = sequence
     if isinstance(event, Chunk):
-        return _chunk_event(event, sequence, prompt_token_ids)
-    shown = types_pb2.StreamEvent(sequence=sequence)
+        _show_chunk(event, shown, prompt_token_ids)
+        return shown
     shown.time.GetCurrentTime()
     match event:
         case InLine():
@@ -235,9 +239,8 @@ def stream_event(
     return shown
 
 
-def _chunk_event(chunk: Chunk, sequence: int, prompt_token_ids: Sequence[int]) -> types_pb2.StreamEvent:
+def _show_chunk(chunk: Chunk, shown: types_pb2.StreamEvent, prompt_token_ids: Sequence[int]) -> None:
     """Describe output. Once a token and stream: nothing is touched that most chunks don't have."""
-    shown = types_pb2.StreamEvent(sequence=sequence)
     # GetCurrentTime() goes through a calendar, and takes longer than all the rest.
     shown.time.seconds, shown.time.nanos = divmod(time.time_ns(), NS_PER_S)
     shown.chunk.token_ids.extend(chunk.token_ids)
@@ -252,7 +255,6 @@ def _chunk_event(chunk: Chunk, sequence: int, prompt_token_ids: Sequence[int]) -
         shown.chunk.logprobs.extend(token_logprobs(chunk.token_ids, chunk.logprobs))
     if chunk.prompt_logprobs is not None:
         shown.chunk.prompt_logprobs.extend(token_logprobs(prompt_token_ids, chunk.prompt_logprobs))
-    return shown
 
 
 def snapshot(shot: Snapshot, queued_jobs: int) -> admin_pb2.BatchSnapshot:

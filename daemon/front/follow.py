@@ -34,6 +34,8 @@ LOOKS_PER_S = 250.0
 #: The expected start is told again when it has moved by so much, and by this part of the time left.
 MOVED_MS = 1000
 MOVED_PART = 0.1
+#: Tokens that a watcher who is behind gets in one message, at most.
+MOST_JOINED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,16 @@ class Follower:
                 position += 1
                 if not isinstance(event, Chunk):
                     yield event
-                elif (wanted := cursor.take(event)) is not None:
+                    continue
+                wanted = cursor.take(event)
+                # A watcher that is behind gets what has come meanwhile in one message: it catches up.
+                while wanted is not None and position < len(live.events):
+                    following = live.events[position]
+                    if not isinstance(following, Chunk) or not _joins(wanted, following):
+                        break
+                    position += 1
+                    wanted = _joined(wanted, cursor.take(following))
+                if wanted is not None:
                     yield wanted
             if live.closed:
                 return
@@ -185,6 +196,33 @@ class Follower:
         if record.state is not JobState.QUEUED:
             return None
         return await self._store.place(record.tenant, record.job_id)
+
+
+def _joins(chunk: Chunk, following: Chunk) -> bool:
+    """Whether a chunk goes on where another ends, with nothing that is told once between them."""
+    return (
+        chunk.choice == following.choice
+        and not chunk.finish_reason
+        # Of text that comes without a token a client must see by itself whether it has had it.
+        and bool(chunk.token_ids and following.token_ids)
+        and following.first_index == chunk.first_index + len(chunk.token_ids)
+        and (chunk.logprobs is None) == (following.logprobs is None)
+        and following.prompt_logprobs is None
+        and len(chunk.token_ids) + len(following.token_ids) <= MOST_JOINED_TOKENS
+    )
+
+
+def _joined(chunk: Chunk, following: Chunk | None) -> Chunk:
+    """Both as one. It ends where the second does, so a watcher can come back to its end."""
+    if following is None:  # Known already.
+        return chunk
+    return msgspec.structs.replace(
+        chunk,
+        token_ids=[*chunk.token_ids, *following.token_ids],
+        text=chunk.text + following.text,
+        logprobs=None if chunk.logprobs is None else [*chunk.logprobs, *(following.logprobs or ())],
+        finish_reason=following.finish_reason,
+    )
 
 
 def _moved(said: Place | None, place: Place) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.identity import Tenant
     from batond.daemon.front.neighbours import Neighbours
     from batond.daemon.front.requests import RequestReader
-    from batond.daemon.queue import JobRecord, JobStore
+    from batond.daemon.queue import JobRecord, JobSpec, JobStore
     from batond.daemon.telemetry.metrics import Metrics
     from batond.policies.classes import SlaClasses
     from batond.v1 import types_pb2
@@ -87,8 +87,8 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         """Accept a job and return at once."""
 
         async def handle(tenant: Tenant) -> jobs_pb2.SubmitJobResponse:
-            record, created = await self._submit(tenant, request.job_id, request.spec)
-            shown = await self._shown(record, output=False)
+            record, created, spec = await self._submit(tenant, request.job_id, request.spec)
+            shown = await self._shown(record, output=False, spec=spec)
             return jobs_pb2.SubmitJobResponse(job=shown, attached=not created)
 
         return await self._calls.answer("SubmitJob", context, handle)
@@ -99,7 +99,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         async def handle(tenant: Tenant) -> None:
             # A stream's deadline is the job's, where the job lives and dies with the stream.
             left_s = None if request.detached else context.time_remaining()
-            record, created = await self._submit(tenant, request.job_id, request.spec, left_s)
+            record, created, _ = await self._submit(tenant, request.job_id, request.spec, left_s)
             name = (record.tenant, record.job_id)
             # Only what a stream brought to life ends with its last stream; never a job that was submitted.
             attached = not request.detached and (created or self._attached[name] > 0)
@@ -201,7 +201,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
 
     async def _submit(
         self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec, left_s: float | None = None
-    ) -> tuple[JobRecord, bool]:
+    ) -> tuple[JobRecord, bool, JobSpec]:
         if self._dispatcher.draining:
             raise UnavailableError("this daemon takes no more jobs: it stops", reason="DRAINING")
         size = spec.ByteSize()
@@ -222,7 +222,8 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
 
     async def _accept(
         self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec, left_s: float | None
-    ) -> tuple[JobRecord, bool]:
+    ) -> tuple[JobRecord, bool, JobSpec]:
+        """Give the record, whether it was made now, and the spec as this call resolved it."""
         try:
             checked = await asyncio.to_thread(self._reader.read, spec, tenant)
         except NotFoundError as error:  # Another model.
@@ -245,7 +246,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         if created:
             self._metrics.jobs_submitted.labels(self._metrics.tenant(tenant.name), checked.sla_class).inc()
             self._dispatcher.wake()
-        return record, created
+        return record, created, checked.spec
 
     async def _write(
         self,
@@ -261,11 +262,13 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             prompt: Sequence[int] = ()
             if isinstance(event, Chunk) and event.prompt_logprobs is not None:
                 prompt = (await self._store.get_spec(*name)).prompt_token_ids
-            shown = convert.stream_event(event, sequence, ended=ended, prompt_token_ids=prompt)
+            answer = response()
+            shown = answer.event
+            convert.stream_event(event, sequence, ended=ended, prompt_token_ids=prompt, shown=shown)
             if isinstance(event, GotRow):
                 waited_s = convert.queue_time_s(await self._store.get(*name), self._store.now_ms)
                 shown.started.queue_time.CopyFrom(convert.duration(waited_s))
-            await context.write(response(event=shown))
+            await context.write(answer)
             sequence += 1
             if ended is not None:
                 return True
@@ -285,8 +288,12 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             return record
         return await self._store.get(tenant, job_id)
 
-    async def _shown(self, record: JobRecord, *, output: bool = True) -> types_pb2.Job:
-        spec = await self._store.get_spec(record.tenant, record.job_id)
+    async def _shown(
+        self, record: JobRecord, *, output: bool = True, spec: JobSpec | None = None
+    ) -> types_pb2.Job:
+        """Describe a job; a spec with the same labels and class asked for saves a look at its own."""
+        if spec is None:
+            spec = await self._store.get_spec(record.tenant, record.job_id)
         chunks: list[Chunk] = []
         if output:
             outputs = await self._store.read_choices(record.tenant, record.job_id, [0] * record.choices)

@@ -83,8 +83,8 @@ async def test_only_a_client_that_leaves_ends_its_job(
         max_message_bytes=1,
     )
 
-    async def accepted(*_: Any) -> tuple[Any, bool]:
-        return RECORD, True
+    async def accepted(*_: Any) -> tuple[Any, bool, Any]:
+        return RECORD, True, None
 
     monkeypatch.setattr(servicer, "_submit", accepted)
     with pytest.raises(type(error)):

@@ -32,7 +32,7 @@ end
 -- What a claim has to know of a job that a queue names; nil if it does not wait there: then it becomes evidence.
 local function look_at(ref, class)
   local job = fields(ref, 'state', 'sla_class', 'epoch', 'arrival_us', 'deadline_ms', 'start_by_ms', 'started_ms',
-    'queued_ms', 'waited_ms', 'prompt_tokens', 'choices')
+    'queued_ms', 'waited_ms', 'prompt_tokens', 'choices', 'updated')
   local state = job and job[1]
   if state == 'queued' and job[2] == class and count(job[4]) and (not job[3] or count(job[3])) then
     return {
@@ -40,6 +40,7 @@ local function look_at(ref, class)
       due = due_of(job[5], job[6], job[7]),
       waited_ms = (count(job[9]) or 0) + math.max(0, now_ms - (count(job[8]) or now_ms)),
       queued_ms = count(job[8]) or now_ms, prompt_tokens = math.max(1, count(job[10]) or 1), choices = count(job[11]) or 1,
+      updated = job[12],
     }
   end
   rubbish = rubbish + 1
@@ -90,7 +91,8 @@ end
 -- The first of a tenant's line and what is known of it; nil if what stood there was no job.
 local function first_of(class, tenant)
   local line = LINE .. class .. '/' .. tenant
-  local member = (ask('ZRANGE', line, 0, 0) or {})[1]
+  local members = ask('ZRANGE', line, 0, 1) or {}
+  local member = members[1]
   if not member then
     redis.call('DEL', line)
     redis.call('ZREM', TURN .. class, tenant)
@@ -101,6 +103,7 @@ local function first_of(class, tenant)
   local ref = member:sub(18)
   local job = look_at(ref, class)
   if job and job.place == member and tenant_of(ref) == tenant then
+    job.more = members[2] ~= nil
     return ref, job
   end
   rubbish = rubbish + 1
@@ -111,7 +114,7 @@ local function first_of(class, tenant)
 end
 
 local function take(ref, job, class, tenant, counter, limits)
-  local more = leave(ref, class, job.arrival_us, not job.due)
+  local more = leave(ref, class, job.arrival_us, not job.due, job.more)
   if job.epoch == 0 then -- A job that comes back has paid for its prompt.
     set_counter(class, tenant, counter + cost_of(job.prompt_tokens, limits[1]), more)
     if limits[3] > 0 then
@@ -120,7 +123,9 @@ local function take(ref, job, class, tenant, counter, limits)
   elseif not more then -- Its turn has gone, its debt has not.
     set_counter(class, tenant, counter, false)
   end
-  redis.call('HDEL', JOB .. ref, 'updated') -- the claim tells the present state
+  if job.updated then
+    redis.call('HDEL', JOB .. ref, 'updated') -- the claim tells the present state
+  end
   redis.call('HSET', JOB .. ref, 'state', 'claimed', 'owner', owner, 'epoch', int(job.epoch + 1),
     'claimed_ms', int(now_ms), 'waited_ms', int(job.waited_ms), 'weight', digits(limits[1]),
     'metered', limits[3] > 0 and '1' or '0')

@@ -65,8 +65,8 @@ local function floor_of(class)
   return floor or tonumber((ask('ZRANGE', TURN .. class, 0, 0, 'WITHSCORES') or {})[2]) or 0
 end
 
-local function counter_of(class, tenant)
-  return math.max(floor_of(class), tonumber(ask('ZSCORE', ACCOUNTS .. class, tenant) or nil) or 0)
+local function counter_of(class, tenant, floor)
+  return math.max(floor or floor_of(class), tonumber(ask('ZSCORE', ACCOUNTS .. class, tenant) or nil) or 0)
 end
 
 -- Lowers all counters of a class, so that they can't grow for ever.
@@ -135,7 +135,8 @@ local function cost_of(tokens, weight)
 end
 
 local function give_turn(class, tenant)
-  local counter, floor = counter_of(class, tenant), floor_of(class)
+  local floor = floor_of(class)
+  local counter = counter_of(class, tenant, floor)
   if put('ZADD', TURN .. class, 'NX', digits(counter), tenant) == 1 and counter <= floor then
     set_floor(class, floor + QUEUE_STEP)
   end
@@ -151,8 +152,10 @@ local function due_of(deadline_ms, start_by_ms, started_ms)
 end
 
 -- Puts a waiting job into its place, which stays the same over hand-backs: earliest due time, then arrival.
-local function enter(ref)
-  local job = redis.call('HMGET', JOB .. ref, 'sla_class', 'arrival_us', 'deadline_ms', 'start_by_ms', 'started_ms')
+-- `job`: sla_class, arrival_us, deadline_ms, start_by_ms and started_ms, where the caller has just written them.
+local function enter(ref, job)
+  job = job
+    or redis.call('HMGET', JOB .. ref, 'sla_class', 'arrival_us', 'deadline_ms', 'start_by_ms', 'started_ms')
   local class, tenant = job[1], tenant_of(ref)
   put('ZADD', QUEUE .. class, job[2], ref)
   put('ZADD', line_of(ref, class), int(due_of(job[3], job[4]) or 2 ^ 53), place(ref, job[2]))
@@ -166,7 +169,8 @@ local function enter(ref)
 end
 
 -- Takes a job out of its line; gives whether its tenant has others in it. `never_due`: it is not among the due ones.
-local function leave(ref, class, arrival_us, never_due)
+-- `more`: its tenant is known to have others.
+local function leave(ref, class, arrival_us, never_due, more)
   redis.call('ZREM', QUEUE .. class, ref)
   if not never_due then
     ask('ZREM', DUE, ref)
@@ -174,7 +178,7 @@ local function leave(ref, class, arrival_us, never_due)
   if count(arrival_us) then
     ask('ZREM', line_of(ref, class), place(ref, arrival_us))
   end
-  if redis.call('EXISTS', line_of(ref, class)) == 1 then
+  if more or redis.call('EXISTS', line_of(ref, class)) == 1 then
     return true
   end
   ask('ZREM', TURN .. class, tenant_of(ref))

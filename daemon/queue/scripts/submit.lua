@@ -31,8 +31,11 @@ end
 local waiting = 0
 redis.call('SADD', CLASSES, given.sla_class)
 for _, class in ipairs(redis.call('SMEMBERS', CLASSES)) do
-  mend({ { QUEUE .. class, 'zset' } }, now_ms)
-  waiting = waiting + redis.call('ZCARD', QUEUE .. class)
+  local number = ask('ZCARD', QUEUE .. class)
+  if not number then
+    mend({ { QUEUE .. class, 'zset' } }, now_ms)
+  end
+  waiting = waiting + (number or 0)
 end
 if waiting >= max_queued then
   return { 'full', waiting, RETRY_MS }
@@ -45,23 +48,32 @@ if quota > 0 then
   end
 end
 
-if redis.call('EXISTS', JOB .. ref) == 1 then
+-- Left-overs of an expired job of this name that the sweep has not seen yet, or of something that is no job.
+local left = redis.call('EXISTS', unpack(all_keys(ref, count(given.choices)))) > 0
+if left and redis.call('EXISTS', JOB .. ref) == 1 then
   garbage(ref, 'a submit found no job record under this name; removed', now_ms)
 end
-remove(ref, count(given.choices)) -- left-overs of an expired job of this name that the sweep has not seen yet
-local arrival_us = math.max(now_us, (tonumber(redis.call('GET', CLOCK)) or 0) + 1)
-redis.call('SET', CLOCK, int(arrival_us))
-redis.call('HSET', JOB .. ref, 'state', 'queued', 'arrival_us', int(arrival_us),
-  'created_ms', int(now_ms), 'queued_ms', int(now_ms), unpack(ARGV, 8))
-if deadline_ms > 0 then
-  redis.call('HSET', JOB .. ref, 'deadline_ms', int(math.min(deadline_ms, 2 ^ 53)))
+if left or redis.call('ZSCORE', EXPIRING, ref) or redis.call('ZSCORE', LEASES, ref) then
+  remove(ref, count(given.choices))
 end
-if longest_queue_ms > 0 then
-  redis.call('HSET', JOB .. ref, 'start_by_ms', int(math.min(now_ms + longest_queue_ms, 2 ^ 53)))
+local arrival_us = int(math.max(now_us, (tonumber(redis.call('GET', CLOCK)) or 0) + 1))
+redis.call('SET', CLOCK, arrival_us)
+local record = { 'state', 'queued', 'arrival_us', arrival_us, 'created_ms', int(now_ms), 'queued_ms', int(now_ms) }
+for i = 8, #ARGV do
+  record[#record + 1] = ARGV[i]
 end
+local deadline = deadline_ms > 0 and int(math.min(deadline_ms, 2 ^ 53)) or false
+local start_by = longest_queue_ms > 0 and int(math.min(now_ms + longest_queue_ms, 2 ^ 53)) or false
+for field, value in pairs({ deadline_ms = deadline, start_by_ms = start_by }) do
+  if value then
+    record[#record + 1] = field
+    record[#record + 1] = value
+  end
+end
+redis.call('HSET', JOB .. ref, unpack(record))
 redis.call('SET', SPEC .. ref, spec)
-enter(ref)
-redis.call('ZADD', TENANT .. tenant, int(arrival_us), ref)
+enter(ref, { given.sla_class, arrival_us, deadline, start_by, false })
+redis.call('ZADD', TENANT .. tenant, arrival_us, ref)
 redis.call('HINCRBY', TOTALS, 'submitted', 1)
 redis.call('PUBLISH', WAKE, given.sla_class)
-return { 'created', redis.call('HGETALL', JOB .. ref), 0 }
+return { 'created', record, 0 }
