@@ -15,6 +15,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from batond.daemon.errors import ConfigError, UnavailableError
 from batond.daemon.queue.connection import TIMEOUT_S, domain_error, open_async
 from batond.daemon.queue.finder import Finder, NobodyAnswersError
+from batond.daemon.queue.rights import PROBE_KEY, check_rights
 from batond.daemon.queue.target import RedisTarget
 
 if TYPE_CHECKING:
@@ -38,22 +39,27 @@ async def check_target(target: RedisTarget | str, *, timeout_s: float = TIMEOUT_
     """
     if isinstance(target, str):
         target = RedisTarget(url=target)
+    cluster = target.mode == "cluster"
     if target.mode == "standalone":
         async with open_async(target, timeout_s=timeout_s) as client:
-            return await check_server(client)
+            about = await check_server(client)
+            await check_rights(client)
+            return about
     try:
         primaries, replicas = await _members(target, timeout_s)
     except RedisError as error:
         raise domain_error(error) from error
     for host, port in primaries:
         async with _one(target, host, port, timeout_s) as client:
-            about = await check_server(client, cluster=target.mode == "cluster")
+            about = await check_server(client, cluster=cluster)
     for host, port in replicas:
         async with _one(target, host, port, timeout_s) as client:
             try:
-                await check_server(client, cluster=target.mode == "cluster")
+                await check_server(client, cluster=cluster)
             except UnavailableError as error:
                 _log.warning("redis_replica_away", replica=f"{host}:{port}", error=str(error))
+    async with open_async(target, key=PROBE_KEY, timeout_s=timeout_s) as client:
+        await check_rights(client)
     return f"{about}, {target.mode}: {len(primaries)} primaries, {len(replicas)} replicas"
 
 

@@ -129,10 +129,17 @@ def _named(target: RedisTarget | str) -> RedisTarget:
     return RedisTarget(url=target) if isinstance(target, str) else target
 
 
+def says_forbidden(text: str) -> bool:
+    """Whether a script's error says that its user may not do something."""
+    return "The user executing the script can't" in text or "ACL failure in script" in text
+
+
 def domain_error(error: RedisError) -> BatondError:
     """Says what a failure of Redis means to whoever called us."""
     text = str(error)
-    if isinstance(error, (AuthenticationError, NoPermissionError)):
+    kinds = (AuthenticationError, NoPermissionError)
+    # Over a Unix socket the client wraps what went wrong with AUTH.
+    if isinstance(error, kinds) or isinstance(error.__cause__, kinds) or says_forbidden(text):
         return ConfigError(f"Redis refuses this user: {text}. Mend user, password, or the user's ACL.")
     # An error inside a script comes with the script's words around it; else the client cuts the code off.
     if isinstance(error, OutOfMemoryError) or "OOM command" in text:
