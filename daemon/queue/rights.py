@@ -34,7 +34,6 @@ IN_SCRIPTS: Final = {
     "HINCRBY": ("a", "1"),
     "HMGET": ("a",),
     "HSET": ("a", "1"),
-    "HSETNX": ("a", "1"),
     "HVALS": (),
     "INCRBY": ("1",),
     "PEXPIRE": ("1000",),
