@@ -12,7 +12,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 from redis.exceptions import RedisError
 
 from batond.daemon.config_tenants import TenantConfig, TenantRights, check_rights
@@ -60,13 +60,15 @@ _log = get_logger(__name__)
 
 
 class AddedTenant(TenantConfig):
-    """A tenant as it lies in Redis.
+    """A tenant as it lies in Redis. What a newer release adds is passed over: its tenants get in here too.
 
     Attributes:
         disabled: Its calls are refused.
         created_ms: When it was added, Unix time.
         token_ms: When its token was made.
     """
+
+    model_config = ConfigDict(extra="ignore")
 
     disabled: bool = False
     created_ms: int = 0

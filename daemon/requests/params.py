@@ -29,8 +29,11 @@ MAX_OPTIONAL_PROPERTIES: Final = 100
 _SEED_BITS: Final = 63  # What every number format on the way keeps exactly.
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen and when a generation ends.
+
+    Lies in Redis as part of a job: what a newer release adds is passed over, so that its daemons and older
+    ones can share a queue.
 
     The order of work on the logits: bias, repetition penalty, presence and frequency penalty, bans of
     `min_tokens`, grammar, temperature, top_k, top_p, min_p. Log-probabilities are of the model's own
