@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TENANT = "red"
 TOKENS = {TENANT: "red-token-of-the-fleet", OPERATOR: "operator-token-of-the-fleet"}
-LEASE_S = 2.0
+LEASE_S = 10.0  # Long enough for a busy machine.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,7 +44,7 @@ class Fleet:
         self.daemons: list[LocalDaemon] = []
 
     def start(
-        self, *models: str, step_s: float = 0.005, rows: int = 4, drain_timeout_s: float = 0.2
+        self, *models: str, step_s: float = 0.02, rows: int = 4, lease_s: float = LEASE_S
     ) -> list[LocalDaemon]:
         """Starts a daemon for each model named, and returns those once all are ready."""
         started = []
@@ -59,8 +59,8 @@ class Fleet:
                 engine={"rows": rows},
                 sections={
                     "server": {"advertise": f"gpu{number}.example:7431"},
-                    "queue": {"url": self.url, "lease_s": LEASE_S},
-                    "service": {"drain_timeout_s": drain_timeout_s},
+                    "queue": {"url": self.url, "lease_s": lease_s},
+                    "service": {"drain_timeout_s": 0.2},
                 },
                 environment={STEP_VARIABLE: str(step_s)},
                 tokens=TOKENS,

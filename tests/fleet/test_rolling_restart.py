@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from batond.clients.model import JobInfo
 
 STREAMS = 18
-TOKENS = 250
+ROWS = 12  # Of the three daemons.
+TOKENS = 150
 TIMEOUT_S = 120.0
 
 
@@ -25,7 +26,7 @@ def prompt(number: int) -> list[int]:
     return [number + 1, 7, 7]
 
 
-async def read(stream: AsyncJobStream) -> JobInfo:
+async def read(stream: AsyncJobStream, busy: asyncio.Queue[int] | None) -> JobInfo:
     """Reads a stream to its end: each index once and in order, whatever daemons did meanwhile."""
     tokens: list[int] = []
     text = ""
@@ -33,6 +34,8 @@ async def read(stream: AsyncJobStream) -> JobInfo:
         async for event in stream:
             if isinstance(event, Chunk):
                 assert event.first_token_index == len(tokens)
+                if busy is not None and not tokens:
+                    busy.put_nowait(1)
                 tokens += event.token_ids
                 text += event.text
             elif isinstance(event, Finished):
@@ -42,14 +45,14 @@ async def read(stream: AsyncJobStream) -> JobInfo:
     return job
 
 
-async def follow(client: AsyncClient, number: int) -> JobInfo:
+async def follow(client: AsyncClient, number: int, busy: asyncio.Queue[int] | None = None) -> JobInfo:
     """One of three ways to have a job: a stream of its own, a detached one, a submission that is watched."""
     options: dict[str, Any] = {"token_ids": prompt(number), "max_tokens": TOKENS, "seed": number}
     options |= {"ignore_eos": True, "job_id": f"j{number}"}
     if number % 3 == 2:
         await client.submit(**options)
-        return await read(client.watch(f"j{number}"))
-    return await read(client.generate(detached=number % 3 == 1, **options))
+        return await read(client.watch(f"j{number}"), busy)
+    return await read(client.generate(detached=number % 3 == 1, **options), busy)
 
 
 async def restart_all(fleet: Any) -> None:
@@ -61,17 +64,20 @@ async def restart_all(fleet: Any) -> None:
 
 async def test_a_rolling_restart_costs_no_token_and_no_error(fleet: Any) -> None:
     """V2, D3: with streams of every kind on every daemon, by clients that know all addresses."""
-    fleet.start("m", "m", "m")
+    fleet.start("m", "m", "m", lease_s=15.0)
     numbers, jobs, over = itertools.count(), {}, asyncio.Event()
+    busy: asyncio.Queue[int] = asyncio.Queue()
 
     async def keep_busy(client: AsyncClient) -> None:
         while not over.is_set():
             number = next(numbers)
-            jobs[number] = await follow(client, number)
+            jobs[number] = await follow(client, number, busy)
 
     async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
         clients = [fleet.async_client() for _ in range(6)]
         work = [tasks.create_task(keep_busy(clients[place % len(clients)])) for place in range(STREAMS)]
+        for _ in range(ROWS):  # All rows are at work.
+            await busy.get()
         await restart_all(fleet)
         over.set()
         await asyncio.wait(work)
@@ -100,7 +106,7 @@ async def leaves_nothing(url: str) -> None:
 
 async def test_a_daemon_that_is_killed_loses_no_stream(fleet: Any) -> None:
     """D3: the client goes on at another address, from its next token, once the lease is over."""
-    victim, _ = fleet.start("m", "m")
+    victim, _ = fleet.start("m", "m", lease_s=2.0)
     async with asyncio.timeout(TIMEOUT_S), fleet.async_client() as client:
         client._fleet._rota._current = 0  # All begin at the daemon that dies; half of the jobs run there.
         streams = [asyncio.create_task(follow(client, number)) for number in range(8)]
