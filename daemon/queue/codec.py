@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from batond.daemon.queue.calls import Argument
     from batond.daemon.queue.limits import TenantLimits
 
+_PACK: Final = msgspec.msgpack.Encoder()
+_TEXT_HEADER: Final = struct.Struct(">BI")
+_TEXT32: Final = 0xDB
 #: Verdicts of `submit.lua` that made no job.
 REFUSALS: Final = frozenset({b"full", b"quota", b"late"})
 COMMITTABLE: Final = frozenset(
@@ -107,27 +111,42 @@ def parse_renewal(reply: list[list[bytes]]) -> Renewal:
     return Renewal(lost=lost, cancel=cancel, updated=updated)
 
 
-def commit_args(commit: StepCommit) -> list[Argument]:
-    """The arguments of one item of `commit_step.lua`: 11, and 5 a chunk."""
+def encode_commits(commits: Sequence[StepCommit]) -> bytes:
+    """What `commit_step.lua` takes: one argument, however many jobs; a client packs arguments one by one."""
+    return _PACK.encode([_commit(commit) for commit in commits])
+
+
+def _commit(commit: StepCommit) -> tuple[object, ...]:
     if commit.state is not None and commit.state not in COMMITTABLE:
         raise BatondError(f"a step can't make a job {commit.state}", reason="WRONG_STATE")
-    args: list[Argument] = [
+    return (
         job_ref(commit.tenant, commit.job_id),
-        commit.epoch,
+        str(commit.epoch),
         commit.state or "",
-        commit.prompt_tokens,
-        commit.preemptions,
-        commit.recomputed_tokens,
-        commit.cached_prompt_tokens,
+        # As text, as they stand in the record: nothing is written that is there already.
+        str(commit.prompt_tokens),
+        str(commit.preemptions),
+        str(commit.recomputed_tokens),
+        str(commit.cached_prompt_tokens),
         commit.finish_reason,
         commit.error_reason,
         commit.error_message,
-        len(commit.chunks),
-    ]
-    for chunk in commit.chunks:
-        args += [chunk.choice, chunk.first_index, len(chunk.token_ids), int(chunk.finish_reason != "")]
-        args.append(encode_chunk(chunk))
-    return args
+        [
+            (
+                chunk.choice,
+                chunk.first_index,
+                len(chunk.token_ids),
+                chunk.finish_reason != "",
+                _raw(encode_chunk(chunk)),
+            )
+            for chunk in commit.chunks
+        ],
+    )
+
+
+def _raw(data: bytes) -> msgspec.Raw:
+    """Bytes as MessagePack's text: of both it is text that every server's Lua reads, and to Lua they are one."""
+    return msgspec.Raw(_TEXT_HEADER.pack(_TEXT32, len(data)) + data)
 
 
 def decode_claimed(

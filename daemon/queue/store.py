@@ -14,8 +14,8 @@ from batond.daemon.queue import dead
 from batond.daemon.queue.calls import call
 from batond.daemon.queue.codec import (
     REFUSALS,
-    commit_args,
     decode_claimed,
+    encode_commits,
     encode_limits,
     parse_renewal,
     refused_submit,
@@ -245,9 +245,7 @@ class JobStore(JobReader):
                 if limits.get(sla_class, 0) > 0:
                     rooms += [sla_class, limits[sla_class]]
             shares = encode_limits(tenants)
-            now_ms, reply, rests = await self._call(
-                "claim", owner, lease_ms, shares, len(held), *held, *rooms
-            )
+            now_ms, reply, rests = await self._call("claim", owner, lease_ms, shares, " ".join(held), *rooms)
             self._note_clock(int(now_ms))
             for tenant, quota in rests:
                 on_rest(unquote(tenant.decode()), quota.decode())
@@ -270,10 +268,7 @@ class JobStore(JobReader):
         """
         if not commits:
             return CommitResult(refused=[], cancel=[])
-        args: list[Argument] = [owner]
-        for commit in commits:
-            args += commit_args(commit)
-        refused, cancel = await self._keep("commit_step", *args)
+        refused, cancel = await self._keep("commit_step", owner, encode_commits(commits))
         refusals = [
             Refusal(
                 tenant=commits[i].tenant, job_id=commits[i].job_id, why=Why(why.decode()), output_tokens=count

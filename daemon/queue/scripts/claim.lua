@@ -1,14 +1,14 @@
 -- Gives waiting jobs to a daemon: most urgent class first, there the tenant with the smallest counter, there the job
 -- due first, then the oldest (line.lua). Tenants at a quota are skipped.
 -- KEYS  base
--- ARGV  owner, lease_ms, JSON {tenant: [weight, running, tokens per minute]} or '', number of held, held refs ...,
+-- ARGV  owner, lease_ms, JSON {tenant: [weight, running, tokens per minute]} or '', held refs with a blank between,
 --       then pairs of class and limit in order of urgency
 -- Gives {now_ms, list of {ref, record, spec, outputs}, list of {tenant, quota}}: an output a choice, as XRANGE gives
 -- it, and the tenants whose turn was taken away.
 -- From  queued -> claimed, epoch + 1; queued -> failed, if it is late.
 -- A claim whose reply got lost leaves jobs that this owner has but does not name as held: they are given
 -- again under their epoch, so a repeated call loses nothing.
-local owner, lease_ms, held_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[4])
+local owner, lease_ms = ARGV[1], tonumber(ARGV[2])
 local tenants = ARGV[3] ~= '' and cjson.decode(ARGV[3]) or {}
 local NO_LIMITS = { 1, 0, 0 }
 local SKIPS_PER_CALL = 1000 -- bounds the server's time; twice as many as come back in a call
@@ -172,8 +172,8 @@ local function claim(class, room)
 end
 
 local held = {}
-for i = 5, 4 + held_count do
-  held[ARGV[i]] = true
+for ref in ARGV[4]:gmatch('%S+') do
+  held[ref] = true
 end
 for _, ref in ipairs(redis.call('SMEMBERS', OWNER .. owner)) do
   if not held[ref] then
@@ -185,7 +185,7 @@ for _, ref in ipairs(redis.call('SMEMBERS', OWNER .. owner)) do
     end
   end
 end
-for i = 5 + held_count, #ARGV, 2 do
+for i = 5, #ARGV, 2 do
   claim(ARGV[i], tonumber(ARGV[i + 1]))
 end
 return { int(now_ms), given, rests }

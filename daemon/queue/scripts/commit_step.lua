@@ -1,14 +1,13 @@
 -- Makes one step's output of all jobs durable, before any client sees it; may end jobs in the same breath.
 -- KEYS  base
--- ARGV  owner, then a job: ref, epoch, state or '', prompt_tokens, preemptions, recomputed_tokens,
---       cached_prompt_tokens (-1 leaves as is), finish_reason, error_reason, error_message, number of chunks,
---       and a chunk: choice, first_index, tokens, ends ('1': its choice), the chunk encoded
+-- ARGV  owner, then all jobs as one MessagePack list. A job: ref, epoch, state or '', prompt_tokens, preemptions,
+--       recomputed_tokens, cached_prompt_tokens ('-1' leaves as is), finish_reason, error_reason, error_message, chunks;
+--       text but for the last, of which each is: choice, first_index, tokens, whether it ends its choice, it encoded
 -- Gives {{number of the item, why, committed tokens} ...}, {ref to cancel ...}.
 -- From  claimed running parked -> running | parked | succeeded | cancelled | failed.
 -- A chunk goes in at the committed count of its choice only. One that lies wholly below it was committed before:
 -- accepted, nothing is done. So a step can be sent again whenever its reply got lost, also one that ended the job.
-local ITEM, CHUNK = 11, 5
-local owner = ARGV[1]
+local owner, items = ARGV[1], cmsgpack.unpack(ARGV[2])
 local refused, cancel = {}, {}
 local now_ms = clock()
 local spent = {} -- class and tenant -> cost, and tokens under a quota: charged once, after all items
@@ -55,12 +54,11 @@ local function counter(choice)
 end
 
 -- The chunks of an item that are to be written; else nil, why not, and the count it was held against.
-local function fitting(ref, first, number)
+local function fitting(ref, chunks)
   local fit = {}
-  for at = first, first + (number - 1) * CHUNK, CHUNK do
+  for _, given in ipairs(chunks) do
     local chunk = {
-      choice = tonumber(ARGV[at]), first_index = tonumber(ARGV[at + 1]), tokens = tonumber(ARGV[at + 2]),
-      ends = ARGV[at + 3] == '1', encoded = ARGV[at + 4],
+      choice = given[1], first_index = given[2], tokens = given[3], ends = given[4], encoded = given[5],
     }
     local committed = job.output_tokens
     if chunk.choice > 0 then
@@ -105,19 +103,19 @@ local function append(ref, chunk)
   return true
 end
 
-local function set(i)
+local function set(item)
   local function put(field, value, nothing)
     if value ~= nothing and value ~= job[field] then
       change(field, value)
     end
   end
-  put('prompt_tokens', ARGV[i + 3], '-1')
-  put('preemptions', ARGV[i + 4], '-1')
-  put('recomputed_tokens', ARGV[i + 5], '-1')
-  put('cached_prompt_tokens', ARGV[i + 6], '-1')
-  put('finish_reason', ARGV[i + 7], '')
-  put('error_reason', ARGV[i + 8], '')
-  put('error_message', ARGV[i + 9], '')
+  put('prompt_tokens', item[4], '-1')
+  put('preemptions', item[5], '-1')
+  put('recomputed_tokens', item[6], '-1')
+  put('cached_prompt_tokens', item[7], '-1')
+  put('finish_reason', item[8], '')
+  put('error_reason', item[9], '')
+  put('error_message', item[10], '')
 end
 
 local function move(ref, to, wrote)
@@ -143,8 +141,8 @@ local function move(ref, to, wrote)
 end
 
 -- Why the chunks did not go in, and the count they were held against; nil if they are in, now or from before.
-local function append_all(ref, first, number)
-  local fit, why, committed = fitting(ref, first, number)
+local function append_all(ref, chunks)
+  local fit, why, committed = fitting(ref, chunks)
   for _, chunk in ipairs(fit or {}) do
     if not append(ref, chunk) then
       return 'final', 0
@@ -167,9 +165,8 @@ local function read(ref)
   return found
 end
 
-local i, item = 2, 0
-while i <= #ARGV do
-  local ref, epoch, to, number = ARGV[i], ARGV[i + 1], ARGV[i + 2], tonumber(ARGV[i + 10])
+for place, item in ipairs(items) do
+  local ref, epoch, to, chunks = item[1], item[2], item[3], item[11]
   job, changes = read(ref), {}
   local committed = count(job.output_tokens) or 0
   local why = barred(job.state, job.owner, job.epoch, owner, epoch)
@@ -177,20 +174,19 @@ while i <= #ARGV do
     why = nil -- the same end, sent again
   elseif not why then
     local held_against
-    why, held_against = append_all(ref, i + ITEM, number)
+    why, held_against = append_all(ref, chunks)
     committed = held_against or committed
     if not why then
-      set(i)
-      move(ref, to, number > 0)
+      set(item)
+      move(ref, to, #chunks > 0)
       if job.cancel_requested == '1' and not FINAL[to] then
         cancel[#cancel + 1] = ref
       end
     end
   end
   if why then
-    refused[#refused + 1] = { item, why, committed }
+    refused[#refused + 1] = { place - 1, why, committed }
   end
-  i, item = i + ITEM + number * CHUNK, item + 1
 end
 for _, sum in pairs(spent) do
   charge(sum.class, sum.tenant, sum.cost)
