@@ -145,7 +145,7 @@ def _commit(commit: StepCommit) -> tuple[object, ...]:
 
 
 def _raw(data: bytes) -> msgspec.Raw:
-    """Bytes as MessagePack's text: of both it is text that every server's Lua reads, and to Lua they are one."""
+    """Bytes as MessagePack's text: every server's Lua reads that, and to Lua it is the same."""
     return msgspec.Raw(_TEXT_HEADER.pack(_TEXT32, len(data)) + data)
 
 
