@@ -12,6 +12,7 @@ from batond.daemon.front.held import choice_of, job_of
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.front.status import code_of_reason
 from batond.daemon.queue import Chunk, JobState
+from batond.daemon.queue.dead import LATEST_MS
 from batond.daemon.wire.messages import QueryState
 from batond.v1 import admin_pb2, types_pb2
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from batond.daemon.queue.registry import DaemonRecord
     from batond.daemon.wire.messages import Snapshot, TokenLogprobs
 
+MOST_COUNT: Final = (1 << 32) - 1
 NS_PER_S: Final = 1_000_000_000
 STATES: Final[dict[JobState, types_pb2.JobState]] = {
     JobState.QUEUED: types_pb2.JOB_STATE_QUEUED,
@@ -78,17 +80,22 @@ def daemon(record: DaemonRecord) -> admin_pb2.Daemon:
 
 
 def timestamp(ms: float) -> timestamp_pb2.Timestamp:
-    """Milliseconds since 1970."""
+    """Milliseconds since 1970; what lies beyond the year 9999, written by hand, is its end."""
     stamp = timestamp_pb2.Timestamp()
-    stamp.FromNanoseconds(int(ms * 1e6))
+    stamp.FromNanoseconds(int(min(max(ms, 0), LATEST_MS) * 1e6))
     return stamp
 
 
 def duration(seconds: float) -> duration_pb2.Duration:
     """Seconds."""
     span = duration_pb2.Duration()
-    span.FromNanoseconds(int(seconds * 1e9))
+    span.FromNanoseconds(int(min(seconds, LATEST_MS / 1000) * 1e9))
     return span
+
+
+def _shown(count: int) -> int:
+    """A counter as 32 bits show it: records may have been written by hand."""
+    return min(count, MOST_COUNT)
 
 
 def queue_time_s(record: JobRecord, now_ms: float) -> float:
@@ -123,13 +130,13 @@ def job(
         effective_sla_class=record.sla_class,
         queue_time=duration(queue_time_s(record, now_ms)),
         queue_position=0 if place is None else place.ahead + 1,
-        preemptions=record.preemptions,
+        preemptions=_shown(record.preemptions),
         recomputed_tokens=record.recomputed_tokens,
-        prompt_tokens=record.prompt_tokens,
-        cached_prompt_tokens=record.cached_prompt_tokens,
-        output_tokens=record.total_output_tokens,
+        prompt_tokens=_shown(record.prompt_tokens),
+        cached_prompt_tokens=_shown(record.cached_prompt_tokens),
+        output_tokens=_shown(record.total_output_tokens),
         finish_reason=_finish_reason(record.finish_reason),
-        attempts=record.epoch,
+        attempts=_shown(record.epoch),
         labels=spec.labels if spec else None,
     )
     shown.created_time.CopyFrom(timestamp(record.created_ms))
@@ -157,6 +164,8 @@ def _add_output(
     """Put in what the choices emitted: the first's at the top, and each by itself if there are several."""
     outputs = [types_pb2.Choice(index=index) for index in range(choices)]
     for chunk in chunks:
+        if chunk.choice >= choices:
+            continue  # Written by hand.
         output = outputs[chunk.choice]
         output.token_ids.extend(chunk.token_ids)
         output.logprobs.extend(token_logprobs(chunk.token_ids, chunk.logprobs))
@@ -183,7 +192,7 @@ def token_logprobs(
         token_ids: The tokens.
         logprobs: One per token; None gives nothing.
     """
-    if logprobs is None:
+    if logprobs is None or len(logprobs) != len(token_ids):  # As for another prompt: written by hand.
         return
     for token_id, one in zip(token_ids, logprobs, strict=True):
         shown = types_pb2.TokenLogprobs(token_id=token_id)

@@ -307,8 +307,8 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         async def quietly() -> None:
             try:
                 await work
-            except UnavailableError:
-                return  # Redis is away; the job ends as if nobody had asked.
+            except BatondError:
+                return  # Redis is away, or the job is gone: it ends as if nobody had asked.
 
         task = asyncio.get_running_loop().create_task(quietly())
         self._tidying.add(task)

@@ -250,7 +250,13 @@ class TenantBook:
         try:
             return await call
         except RedisError as error:
-            raise domain_error(error) from error
+            known = domain_error(error)
+            if known.reason == "QUEUE_SCRIPT":  # Never mended by ourselves: tenants would be gone.
+                known = StateError(
+                    f"the key {TENANTS_KEY} in Redis holds something else than tenants: remove it",
+                    reason="TENANTS_UNREADABLE",
+                )
+            raise known from error
 
 
 def check_name(tenant: AddedTenant, name: str) -> None:

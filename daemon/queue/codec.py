@@ -79,7 +79,7 @@ def refused_update(verdict: bytes, job_id: str, answer: Any) -> BatondError:
         return StateError(
             f"job {job_id!r} is being changed by somebody else: look, then decide", job_id=job_id
         )
-    state = dict(zip(answer[::2], answer[1::2], strict=True)).get(b"state", b"").decode()
+    state = dict(zip(answer[::2], answer[1::2], strict=True)).get(b"state", b"").decode(errors="replace")
     return StateError(
         f"job {job_id!r} is {state}: only a job that has not ended can be updated", job_id=job_id, state=state
     )

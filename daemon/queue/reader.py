@@ -35,7 +35,7 @@ from batond.daemon.queue.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 
     import redis.asyncio
     from redis.asyncio.client import PubSub
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from batond.daemon.queue.calls import Argument
 
 MAX_PAGE: Final = 1000
+MOST_DIGITS: Final = 18  # Of a counter.
 PUBSUB_POLL_S: Final = 30.0
 LOOK_AT: Final = 2000  # Index entries one page may look at: bounds the server's time for a rare state.
 
@@ -95,12 +96,10 @@ class JobReader:
             NotFoundError: There is none, it expired, or it is another tenant's.
         """
         ref = job_ref(tenant, job_id)
-        try:
+        with _readable(tenant, job_id):
             fields = await self._ask(self._client.hgetall(self.keys.job(ref)))
             flat = [item for pair in fields.items() for item in pair]
             return self._own(tenant, job_id, decode_record(flat) if flat else None)
-        except GarbageError as error:
-            raise _not_found(tenant, job_id) from error
 
     async def get_spec(self, tenant: str, job_id: str) -> JobSpec:
         """Gives what a job of this tenant runs.
@@ -108,10 +107,8 @@ class JobReader:
         Raises:
             NotFoundError: See `get`.
         """
-        try:
+        with _readable(tenant, job_id):
             return decode_spec(await self._ask(self._client.get(self.keys.spec(job_ref(tenant, job_id)))))
-        except GarbageError as error:
-            raise _not_found(tenant, job_id) from error
 
     @staticmethod
     def _own(tenant: str, job_id: str, record: JobRecord | None) -> JobRecord:
@@ -164,16 +161,14 @@ class JobReader:
                     "from_index must not be negative", field="from_index", value=from_index
                 )
             ask_output(pipe, self.keys.out(job_ref(tenant, job_id), choice), from_index, limit)
-        replies = await self._ask(pipe.execute())
-        try:
+        with _readable(tenant, job_id):
+            replies = await self._ask(pipe.execute())
             return [
                 read_output(before, after, from_index)[:limit]
                 for from_index, before, after in zip(
                     from_indexes.values(), replies[::2], replies[1::2], strict=True
                 )
             ]
-        except GarbageError as error:
-            raise _not_found(tenant, job_id) from error
 
     async def look(self, looks: Sequence[Look]) -> list[Sight]:
         """Gives state and committed output of many jobs, in one round trip."""
@@ -240,11 +235,14 @@ class JobReader:
         """Gives the figures for metrics, in one call."""
         classes, held, dead, totals = await self._call("counts")
         return Counts(
-            queued={name.decode(): waiting for name, waiting, _ in classes},
-            oldest_wait_ms={name.decode(): age_ms for name, _, age_ms in classes},
+            queued={name.decode(errors="replace"): waiting for name, waiting, _ in classes},
+            oldest_wait_ms={name.decode(errors="replace"): age_ms for name, _, age_ms in classes},
             held=held,
             dead=dead,
-            totals={name.decode(): int(n) for name, n in zip(totals[::2], totals[1::2], strict=True)},
+            totals={
+                name.decode(errors="replace"): _number(n)
+                for name, n in zip(totals[::2], totals[1::2], strict=True)
+            },
         )
 
     async def dead_page(self, *, cursor: str = "", limit: int = 50) -> DeadPage:
@@ -329,6 +327,24 @@ async def _messages(pubsub: PubSub) -> AsyncIterator[dict[str, Any]]:
             yield message
 
 
+@contextlib.contextmanager
+def _readable(tenant: str, job_id: str) -> Iterator[None]:
+    """What somebody wrote by hand where a job's keys belong is no job."""
+    try:
+        yield
+    except GarbageError as error:
+        raise _not_found(tenant, job_id) from error
+    except BatondError as error:
+        if error.reason != "QUEUE_SCRIPT":  # A key of another type.
+            raise
+        raise _not_found(tenant, job_id) from error
+
+
+def _number(raw: bytes) -> int:
+    """A counter, 0 if it is none."""
+    return int(raw) if raw.isdigit() and len(raw) <= MOST_DIGITS else 0
+
+
 def _not_found(tenant: str, job_id: str) -> NotFoundError:
     return NotFoundError(
         f"there is no job {job_id!r}: it was never submitted by this tenant, or its result has expired",
@@ -363,5 +379,9 @@ def _notice(message: dict[str, Any], orders: str) -> Notice | None:
     # A reference has no spaces.
     order, _, ref = payload.rpartition(" ")
     tenant, job_id = split_ref(ref)
+    try:
+        job_ref(tenant, job_id)
+    except InvalidRequestError:
+        return None  # Somebody else spoke.
     kind = NoticeKind.UPDATE if order == "update" else NoticeKind.CANCEL
     return Notice(kind=kind, tenant=tenant, job_id=job_id)

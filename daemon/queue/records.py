@@ -16,6 +16,10 @@ from batond.daemon.wire.messages import TokenLogprobs
 #: What Lua's numbers hold exactly.
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
+#: What the contract and the wire have room for.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+MOST_SEED: Final = (1 << 64) - 1
+
 
 class JobState(enum.StrEnum):
     """Where a job stands. `scripts/common.lua` holds the moves; the last four states are final."""
@@ -55,7 +59,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
         session_id: The tenant's conversation that it is a turn of; empty is none.
     """
 
-    prompt_token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+    prompt_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     sampling: SamplingParams
     seed: int
     prompt_text: str = ""
@@ -155,10 +159,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         finish_reason: Set with the last chunk of a choice of several: why it ended.
     """
 
-    first_index: Count
-    token_ids: list[Count]
+    first_index: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    token_ids: list[TokenId]
     text: str = ""
-    choice: Count = 0
+    choice: Annotated[int, msgspec.Meta(ge=0, lt=MAX_N)] = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str = ""
@@ -414,9 +418,12 @@ def decode_spec(raw: bytes | None) -> JobSpec:
     if raw is None:
         raise GarbageError("the spec is missing")
     try:
-        return msgspec.json.decode(raw, type=JobSpec)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        spec = msgspec.json.decode(raw, type=JobSpec)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise GarbageError(f"spec: {error}") from error
+    if not 0 <= spec.seed <= MOST_SEED:
+        raise GarbageError("spec: the seed is no number of 64 bits")
+    return spec
 
 
 def decode_record(flat: list[bytes]) -> JobRecord:
@@ -450,6 +457,11 @@ def decode_chunk(raw: bytes) -> Chunk:
         GarbageError: It is none.
     """
     try:
-        return msgspec.msgpack.decode(raw, type=Chunk)
+        chunk = msgspec.msgpack.decode(raw, type=Chunk)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise GarbageError(f"output: {error}") from error
+    if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
+        raise GarbageError(
+            f"output: {len(chunk.logprobs)} log-probabilities of {len(chunk.token_ids)} tokens"
+        )
+    return chunk

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import structlog
 
-from batond.daemon.errors import ConflictError, InvalidRequestError, NotFoundError, StateError
+from batond.daemon.errors import BatondError, ConflictError, InvalidRequestError, NotFoundError, StateError
 from batond.daemon.queue import dead
 from batond.daemon.queue.calls import call
 from batond.daemon.queue.codec import (
@@ -156,7 +156,13 @@ class JobStore(JobReader):
             raise ConflictError(
                 f"job id {job_id!r} is taken by a job with another body: use another id", job_id=job_id
             )
-        return decode_record(answer), verdict == b"created"
+        try:
+            return decode_record(answer), verdict == b"created"
+        except GarbageError as error:
+            raise ConflictError(
+                f"job id {job_id!r} is taken by a job whose record can't be read: use another id",
+                job_id=job_id,
+            ) from error
 
     async def update(
         self,
@@ -190,7 +196,10 @@ class JobStore(JobReader):
             "update", job_ref(tenant, job_id), present_class, sla_class, deadline, longest_queue_ms
         )
         if verdict == b"done":
-            return decode_record(rest[0])
+            try:
+                return decode_record(rest[0])
+            except GarbageError as error:
+                raise NotFoundError(f"the record of job {job_id!r} can't be read", job_id=job_id) from error
         raise refused_update(verdict, job_id, rest[0] if rest else 0)
 
     async def cancel(self, tenant: str, job_id: str) -> JobRecord:
@@ -248,7 +257,7 @@ class JobStore(JobReader):
             now_ms, reply, rests = await self._call("claim", owner, lease_ms, shares, " ".join(held), *rooms)
             self._note_clock(int(now_ms))
             for tenant, quota in rests:
-                on_rest(unquote(tenant.decode()), quota.decode())
+                on_rest(unquote(tenant.decode(errors="replace")), quota.decode())
             jobs = []
             for raw_ref, flat, spec, output in reply:
                 try:
@@ -365,7 +374,13 @@ class JobStore(JobReader):
         obstacle = await self._obstacle(member)
         if not obstacle and await self._call("dead_retry", member):
             return await self.get(*split_ref(member.decode()))
-        if await self._ask(self._client.zscore(self.keys.dead, member)) is None:
+        try:
+            listed = await self._ask(self._client.zscore(self.keys.dead, member)) is not None
+        except BatondError as error:
+            if error.reason != "QUEUE_SCRIPT":  # Another type lies there; the next reap mends it.
+                raise
+            listed = False
+        if not listed:
             raise _no_letter(name)
         raise StateError(
             f"{name[:SHOWN_CHARS]!r} can't be retried: {obstacle or dead.NO_JOB}", reason="NOT_RETRYABLE"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
-from batond.daemon.errors import NotFoundError
+from batond.daemon.errors import ConflictError, NotFoundError
 from batond.daemon.queue import JobState, TenantLimits
 from batond.daemon.queue.keys import KINDS, Keys, job_ref, lua_prelude, split_ref
-from batond.daemon.queue.records import decode_record
+from batond.daemon.queue.records import GarbageError, decode_chunk, decode_record, decode_spec
 
 if TYPE_CHECKING:
     from conftest import Queue
@@ -231,3 +232,102 @@ def test_a_record_ignores_fields_of_later_versions() -> None:
     ]
     record = decode_record(flat)
     assert (record.tenant, record.arrival_us, record.body_hash) == ("1", 4, "3")
+
+
+@pytest.mark.parametrize("clock", ["9" * 40, "9007199254740993", "inf", "nan", "-1", ""])
+async def test_an_absurd_clock_does_not_spoil_arrivals(queue: Queue, clock: str) -> None:
+    """D13: arrivals beyond what records hold would make garbage of every later job."""
+    await queue.client.set(f"{queue.store.keys.base}:clock", clock)
+    assert await queue.submit("a")
+    assert await queue.submit("b")
+    assert [job.record.job_id for job in await queue.claim()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("score", ["inf", "-inf", "1e308", "-5"])
+async def test_absurd_counters_do_not_spoil_turns(queue: Queue, score: str) -> None:
+    """D13: floor, account and turn of a class, written by hand."""
+    keys = queue.store.keys
+    await queue.submit("a")
+    await queue.client.set(keys.floor("standard"), score)
+    await queue.client.zadd(keys.accounts("standard"), {"t": score})
+    await queue.client.zadd(keys.turn("standard"), {"t": score})
+    job = await queue.claim_one()
+    assert await queue.commit(queue.step(job, 0, 1)) == []
+    await queue.submit("b")
+    assert (await queue.claim_one()).record.job_id == "b"
+
+
+async def test_any_key_of_another_type_is_mended_where_it_is_met(queue: Queue) -> None:
+    """D13: no script breaks off in the middle, and no plain look is an internal error."""
+    keys, store = queue.store.keys, queue.store
+    await queue.submit("a")
+    job = await queue.claim_one()
+    await queue.submit("b")
+    named = [
+        keys.tenant("t"),
+        keys.owner("d1"),
+        keys.leases,
+        keys.due,
+        keys.expiring,
+        keys.dead,
+        keys.evidence,
+    ]
+    named += [f"{keys.base}:{name}" for name in ("totals", "classes", "clock", "holds:t")]
+    for key in named:
+        await queue.client.delete(key)
+        await queue.client.rpush(key, PICKLE)
+    assert (await store.list_jobs("t")).jobs == []
+    with pytest.raises(NotFoundError):
+        await store.dead_drop("t/a")
+    assert await queue.commit(queue.step(job, 0, 1)) == []
+    assert await queue.submit("c")
+    await store.counts()
+    assert (await store.cancel("t", "b")).state is JobState.CANCELLED
+    assert len(await store.dead_letters()) >= 5
+
+
+async def test_counters_that_are_no_numbers_begin_anew(queue: Queue) -> None:
+    """D13: a figure for metrics must not end the daemon, nor a submit."""
+    totals = f"{queue.store.keys.base}:totals"
+    await queue.client.hset(totals, mapping={"submitted": b"\xff", b"\xfe": "x", "failed": "9" * 30})
+    assert (await queue.store.counts()).totals["failed"] == 0
+    await queue.submit("a")
+    assert (await queue.store.counts()).totals["submitted"] == 1
+
+
+async def test_an_unreadable_record_is_no_internal_error(queue: Queue) -> None:
+    """D13: for whoever submits it again, updates it, or looks at it."""
+    await queue.submit("a")
+    await queue.client.hset(queue.store.keys.job("t/a"), "ttl_ms", "soon")
+    with pytest.raises(ConflictError, match="can't be read"):
+        await queue.submit("a")
+    with pytest.raises(NotFoundError):
+        await queue.store.update("t", "a", present_class="standard", sla_class="batch")
+    for key in (queue.store.keys.job("t/a"), queue.store.keys.spec("t/a"), queue.store.keys.out("t/a")):
+        await queue.client.delete(key)
+        await queue.client.rpush(key, "x")
+    for look in (queue.store.get, queue.store.get_spec, queue.store.read_chunks):
+        with pytest.raises(NotFoundError):
+            await look("t", "a")
+
+
+@pytest.mark.parametrize("seed", ["-1", "18446744073709551616"])
+def test_a_seed_that_the_wire_has_no_room_for_is_garbage(seed: str) -> None:
+    """D13: sending it to the engine would end the daemon."""
+    with pytest.raises(GarbageError, match="seed"):
+        decode_spec(f'{{"prompt_token_ids":[1],"sampling":{{}},"seed":{seed}}}'.encode())
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"first_index": 1 << 40, "token_ids": []},
+        {"first_index": 0, "token_ids": [1 << 32]},
+        {"first_index": 0, "token_ids": [1], "choice": 128},
+        {"first_index": 0, "token_ids": [1, 2], "logprobs": [[-0.1, []]]},
+    ],
+)
+def test_output_that_no_answer_has_room_for_is_garbage(chunk: dict[str, Any]) -> None:
+    """D13: showing it would be an internal error."""
+    with pytest.raises(GarbageError, match="output"):
+        decode_chunk(msgspec.msgpack.encode(chunk))

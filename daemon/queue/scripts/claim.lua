@@ -79,7 +79,7 @@ local function choose(class)
     local limits = tenants[tenant] or NO_LIMITS
     local rest_ms, quota = rest_until(tenant, limits[2], limits[3], now_ms)
     if not rest_ms then
-      return tenant, tonumber(turn[2]), limits
+      return tenant, sound(tonumber(turn[2])) or counter_of(class, tenant), limits
     end
     redis.call('ZREM', TURN .. class, tenant)
     redis.call('ZADD', RESTING .. class, int(rest_ms), tenant)

@@ -7,6 +7,24 @@ local FINAL = { succeeded = true, cancelled = true, failed = true, dead = true }
 local GARBAGE_KEPT = 1000 -- dead letters; older ones go first
 local MOST_CHOICES = 128 -- as in params.py; records may have been written by hand
 
+-- Every command of the scripts goes through here. Where something of another type lies, or no number, a hand has put
+-- it there: it goes, with evidence, and the command is done. A script that broke off would leave half its work.
+local server, garbage, clock = redis, nil, nil
+local redis = { pcall = server.pcall }
+function redis.call(command, key, ...)
+  local reply = server.pcall(command, key, ...)
+  if type(reply) ~= 'table' or not reply.err then
+    return reply
+  elseif reply.err:find('WRONGTYPE', 1, true) then
+    local found = server.call('TYPE', key).ok
+    server.call('DEL', key)
+    garbage(key, 'a ' .. found .. ' lay where something of another type belongs; removed', (clock()))
+  elseif command == 'HINCRBY' and (reply.err:find('not an integer', 1, true) or reply.err:find('overflow', 1, true)) then
+    server.call('HDEL', key, (...))
+  end
+  return server.call(command, key, ...)
+end
+
 -- Lua prints large numbers as 1.7e+15; Redis must get all digits.
 local function int(number)
   return string.format('%.0f', number)
@@ -18,8 +36,8 @@ local function count(value)
 end
 
 -- now_ms, now_us as numbers
-local function clock()
-  local time = redis.call('TIME')
+function clock()
+  local time = server.call('TIME')
   local us = tonumber(time[1]) * 1000000 + tonumber(time[2])
   return math.floor(us / 1000), us
 end
@@ -53,7 +71,7 @@ local function letter(name, reason, message, now_ms, history)
 end
 
 -- Evidence of something that is no job; the thing itself is removed by the caller.
-local function garbage(raw, message, now_ms)
+function garbage(raw, message, now_ms)
   redis.call('HINCRBY', TOTALS, 'garbage', 1)
   letter('garbage:' .. clean(raw:sub(1, 200)), 'GARBAGE', message, now_ms)
 end

@@ -56,17 +56,19 @@ local function place(ref, arrival_us)
   return string.format('%016.0f ', tonumber(arrival_us)) .. ref
 end
 
+-- A counter as we count, else nil: no number, none that can grow, or endless, written by hand.
+local function sound(counter)
+  return counter and counter >= 0 and counter <= 2 * HIGHEST_COUNTER and counter or nil
+end
+
 -- The counter from which a tenant new in the class begins.
 local function floor_of(class)
   local floor = tonumber(ask('GET', FLOOR .. class) or nil)
-  if floor ~= floor then
-    floor = nil -- not a number, written by hand
-  end
-  return floor or tonumber((ask('ZRANGE', TURN .. class, 0, 0, 'WITHSCORES') or {})[2]) or 0
+  return sound(floor) or sound(tonumber((ask('ZRANGE', TURN .. class, 0, 0, 'WITHSCORES') or {})[2])) or 0
 end
 
 local function counter_of(class, tenant, floor)
-  return math.max(floor or floor_of(class), tonumber(ask('ZSCORE', ACCOUNTS .. class, tenant) or nil) or 0)
+  return math.max(floor or floor_of(class), sound(tonumber(ask('ZSCORE', ACCOUNTS .. class, tenant) or nil)) or 0)
 end
 
 -- Lowers all counters of a class, so that they can't grow for ever.
@@ -106,7 +108,7 @@ end
 -- Charges tokens; `cost` is tokens / weight.
 local function charge(class, tenant, cost)
   local turn = tonumber(ask('ZSCORE', TURN .. class, tenant) or nil)
-  set_counter(class, tenant, (turn or counter_of(class, tenant)) + cost, turn)
+  set_counter(class, tenant, (sound(turn) or counter_of(class, tenant)) + cost, turn)
   redis.call('PEXPIRE', ACCOUNTS .. class, ACCOUNTS_TTL_MS)
 end
 

@@ -5,6 +5,7 @@
 -- Gives {'created' | 'attached' | 'conflict', record, 0}, {'late', ms since the deadline, 0}, or
 --       {'full' | 'quota', waiting jobs, ms after which to try again}.
 -- From  no job -> queued. An existing job, whatever its state, is left as it is.
+local MOST_AHEAD_US = 1e14 -- three years: further back no clock is set
 local ref, spec, max_queued, quota = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local deadline_ms, longest_queue_ms = tonumber(ARGV[5]), tonumber(ARGV[7])
 local given = {}
@@ -56,7 +57,11 @@ end
 if left or redis.call('ZSCORE', EXPIRING, ref) or redis.call('ZSCORE', LEASES, ref) then
   remove(ref, count(given.choices))
 end
-local arrival_us = int(math.max(now_us, (tonumber(redis.call('GET', CLOCK)) or 0) + 1))
+local last_us = count(redis.call('GET', CLOCK)) or 0
+if last_us > now_us + MOST_AHEAD_US then
+  last_us = 0 -- written by hand: arrivals from there on could not be counted up
+end
+local arrival_us = int(math.max(now_us, last_us + 1))
 redis.call('SET', CLOCK, arrival_us)
 local record = { 'state', 'queued', 'arrival_us', arrival_us, 'created_ms', int(now_ms), 'queued_ms', int(now_ms) }
 for i = 8, #ARGV do
