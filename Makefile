@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest
 # The steps of `test` stop at the first failure and end with pytest's own closing line, under `make -j` too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast lint types proto-check unit wheel-check proto fmt clean .venv
+.PHONY: help demo soak test test-fast lint types proto-check unit wheel-check proto fmt clean .venv
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,17 @@ proto-check: $(STAMP) ## Generate the protobuf modules anew and compare them wit
 unit: $(STAMP) ## All tests that need no GPU, the slow ones included
 	@echo '== unit'
 	@$(PYTEST) -n $(WORKERS) --dist worksteal -m 'not gpu' $(ARGS)
+
+# SECONDS: how long each of the two soaks of `bench` takes, about; the tests' full counts come on top.
+SECONDS ?= 600
+
+soak: $(STAMP) ## The slow tests at their full counts, ten minutes of kills, ten of random schedules (an hour or two)
+	@echo '== tests at full counts'
+	@BATOND_SOAK=1 $(PYTEST) -n $(WORKERS) --dist worksteal --timeout 3600 tests/faults tests/queue $(ARGS)
+	@echo '== chaos'
+	@$(BIN)/python -m batond.bench chaos --duration $(SECONDS)
+	@echo '== schedules'
+	@$(BIN)/python -m batond.bench soak --schedules $$(( $(SECONDS) * 5 )) --workers $(WORKERS)
 
 wheel-check: $(STAMP) ## Build the wheel, look into it, install it alone in an empty venv and start it
 	@$(PYTEST) tests/packaging $(ARGS)

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from batond.bench import (
+    chaos,
     demo,
     families,
     load,
@@ -139,6 +140,41 @@ def soak_command(  # noqa: PLR0917 - typer calls it by name
     console.print(f"batches: {batches}", soft_wrap=True)
     console.print(report.summary(), markup=False, highlight=False, soft_wrap=True)
     if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command("chaos")
+def chaos_command(  # noqa: PLR0917 - typer calls it by name
+    duration: Annotated[float, typer.Option(help="Seconds in which things die.")] = 600.0,
+    jobs: Annotated[int, typer.Option(help="Submitted over that time.")] = 2000,
+    daemons: Annotated[int, typer.Option(help="Daemons that share the queue.")] = 4,
+    rows: Annotated[int, typer.Option(help="Rows of each.")] = 4,
+    step: Annotated[float, typer.Option(help="Seconds of an engine's step.")] = 0.02,
+    lease: Annotated[float, typer.Option(help="Seconds of a lease.")] = 2.0,
+    every: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Of jobs and faults.")] = 0,
+) -> None:
+    """Kill daemons, engines and Redis while jobs run and are watched; nothing may be lost or doubled."""
+    console = Console()
+    options = chaos.Options(
+        duration_s=duration,
+        jobs=jobs,
+        daemons=daemons,
+        rows=rows,
+        step_s=step,
+        lease_s=lease,
+        every_s=every,
+        seed=seed,
+    )
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    configure_logging("error", "auto")
+    tally = chaos.run(options, say)
+    for line in tally.lines():
+        say(line)
+    if not tally.passed:
         raise typer.Exit(1)
 
 

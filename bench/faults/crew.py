@@ -109,6 +109,10 @@ class Daemon(LocalDaemon):
         """SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
+    def start(self) -> None:
+        """Start it again without waiting for it."""
+        self.process = self._start()
+
     def revive(self) -> None:
         """Start it again if it is dead; again if it is killed meanwhile.
 
