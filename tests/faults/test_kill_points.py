@@ -152,6 +152,8 @@ READS: Final[dict[str, Life]] = {
     "SUBSCRIBE": start,
     "UNSUBSCRIBE": serve,
     "TIME": start,
+    "PING": start,
+    "EVALSHA": start,  # Of a script that does nothing: asks whether this user may.
     "HELLO": start,
     "CLIENT": start,
     "INFO": start,
