@@ -12,7 +12,7 @@ import os
 import statistics
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -23,8 +23,6 @@ from batond.daemon.requests.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-    import redis.asyncio
 
     from batond.bench.load_bare import Writer
     from batond.bench.load_cpu import Spent
@@ -78,35 +76,6 @@ class QueueRate:
         return {**asdict(self), "ratio": self.ratio, "redis_per_s": self.redis_per_s}
 
 
-class Pipelined:
-    """A client for `JobStore`: sends what is called within one turn of the loop in one pipeline."""
-
-    def __init__(self, client: redis.asyncio.Redis) -> None:
-        self._client = client
-        self._calls: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
-        self._sending: asyncio.Task[None] | None = None
-
-    async def execute_command(self, *command: Any) -> Any:
-        """As the client's own; the answer comes with those of the others."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls.append((command, future))
-        if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send())
-        return await future
-
-    async def _send(self) -> None:
-        calls, self._calls = self._calls, []
-        pipe = self._client.pipeline(transaction=False)
-        for command, _ in calls:
-            pipe.execute_command(*command)
-        replies = await pipe.execute(raise_on_error=False)
-        for (_, future), reply in zip(calls, replies, strict=True):
-            if isinstance(reply, Exception):
-                future.set_exception(reply)
-            else:
-                future.set_result(reply)
-
-
 class QueueBench:
     """Measures one queue on a server of its own.
 
@@ -123,8 +92,7 @@ class QueueBench:
         self._round_jobs = max(1, round_jobs // self._window) * self._window
         self._rounds = rounds
         self._client = open_async(server.url, timeout_s=60.0)
-        self._plain = self._store(self._client)
-        self._piped = self._store(cast("redis.asyncio.Redis", Pipelined(self._client)))
+        self._store = JobStore(self._client, "load", CLASSES, max_queued=MOST_QUEUED)
         self._names, self._owners, self._bare_names = itertools.count(), itertools.count(), itertools.count()
 
     async def run(self, tell: Callable[[str], None]) -> list[QueueRate]:
@@ -133,32 +101,22 @@ class QueueBench:
         try:
             await self._client.flushall()
             await self._teach()
-            rates.append(
-                await self._measure("submit, one by one", self._submit_plain, self._bare_submit, tell)
-            )
-            await self._client.flushall()
-            rates.append(
-                await self._measure("submit, pipelined", self._submit_piped, self._bare_submit, tell)
-            )
+            rates.append(await self._measure("submit", self._submit_round, self._bare_submit, tell))
             rates.append(await self._measure("claim", self._claim, self._bare_claim, tell))
             await self._client.flushall()
             for _ in range(self._rounds):
-                await self._submit_piped()
+                await self._submit_round()
             rates.append(await self._measure("claim, commit, finish", self._cycle, self._bare_cycle, tell))
         finally:
             await self._client.flushall()
             await self._client.aclose()
         return rates
 
-    @staticmethod
-    def _store(client: redis.asyncio.Redis) -> JobStore:
-        return JobStore(client, "load", CLASSES, max_queued=MOST_QUEUED)
-
     async def _teach(self) -> None:
         """Let the server learn the scripts, which is not what is measured."""
-        await self._plain.submit("t", "x", spec_json=SPEC_JSON, body_hash=BODY_HASH, sla_class="standard")
-        (job,) = await self._plain.claim("o", dict.fromkeys(CLASSES, 1), lease_ms=LEASE_MS)
-        await self._plain.commit_step("o", [_end(job)])
+        await self._store.submit("t", "x", spec_json=SPEC_JSON, body_hash=BODY_HASH, sla_class="standard")
+        (job,) = await self._store.claim("o", dict.fromkeys(CLASSES, 1), lease_ms=LEASE_MS)
+        await self._store.commit_step("o", [_end(job)])
 
     async def _measure(
         self,
@@ -205,9 +163,9 @@ class QueueBench:
 
     # -- submits ----------------------------------------------------------------------------------------
 
-    async def _submit(self, store: JobStore) -> None:
+    async def _submit(self) -> None:
         number = next(self._names)
-        _, created = await store.submit(
+        _, created = await self._store.submit(
             f"tenant-{number % TENANTS}",
             f"job-{number:012}",
             spec_json=SPEC_JSON,
@@ -218,18 +176,14 @@ class QueueBench:
         if not created:
             raise RuntimeError("a new job was there already")
 
-    async def _submit_plain(self) -> None:
-        """As the front does: each call by itself, `window` at a time."""
+    async def _submit_round(self) -> None:
+        """As the front does, `window` at a time."""
 
         async def some() -> None:
             for _ in range(self._round_jobs // self._window):
-                await self._submit(self._plain)
+                await self._submit()
 
         await asyncio.gather(*(some() for _ in range(self._window)))
-
-    async def _submit_piped(self) -> None:
-        for _ in range(self._round_jobs // self._window):
-            await asyncio.gather(*(self._submit(self._piped) for _ in range(self._window)))
 
     async def _bare_submit(self) -> None:
         await self._bare(partial(bare.submit, spec=SPEC_JSON))
@@ -243,7 +197,7 @@ class QueueBench:
         while left > 0:
             owner = f"daemon-{next(self._owners)}"
             room = {name: min(self._window, left) // len(CLASSES) for name in CLASSES}
-            taken = await self._plain.claim(owner, room, lease_ms=LEASE_MS)
+            taken = await self._store.claim(owner, room, lease_ms=LEASE_MS)
             if not taken:
                 raise RuntimeError("the queue is empty too early")
             left -= len(taken)
@@ -255,8 +209,8 @@ class QueueBench:
 
     async def _cycle(self) -> None:
         for owner, jobs in await self._windows():
-            result = await self._plain.commit_step(owner, [_token(job) for job in jobs])
-            ended = await self._plain.commit_step(owner, [_end(job) for job in jobs])
+            result = await self._store.commit_step(owner, [_token(job) for job in jobs])
+            ended = await self._store.commit_step(owner, [_end(job) for job in jobs])
             if result.refused or ended.refused:
                 raise RuntimeError("a commit was refused")
 

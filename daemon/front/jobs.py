@@ -225,7 +225,10 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
     ) -> tuple[JobRecord, bool, JobSpec]:
         """Give the record, whether it was made now, and the spec as this call resolved it."""
         try:
-            checked = await asyncio.to_thread(self._reader.read, spec, tenant)
+            if self._reader.is_quick(spec):
+                checked = self._reader.read(spec, tenant)
+            else:
+                checked = await asyncio.to_thread(self._reader.read, spec, tenant)
         except NotFoundError as error:  # Another model.
             raise await self._neighbours.not_served(error) from error
         limit = checked.limit.within(left_s)

@@ -49,6 +49,8 @@ _OPTIONAL_SAMPLING: Final = (
 _MOST_LABELS: Final = 16
 _LONGEST_LABEL_KEY_CHARS: Final = 63
 _LONGEST_LABEL_VALUE_CHARS: Final = 256
+#: A request of a thousand tokens or two: read in a tenth of a millisecond.
+QUICK_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,13 @@ class RequestReader:
         self._tokenizer = tokenizer
         self._classes = classes
         self._limits = limits
+
+    @staticmethod
+    def is_quick(spec: types_pb2.JobSpec) -> bool:
+        """Whether to read it takes less than to hand it to a thread: few tokens, nothing to parse."""
+        sampling = spec.sampling
+        structured = sampling.json_schema or sampling.regex or sampling.grammar
+        return spec.WhichOneof("input") == "tokens" and not structured and spec.ByteSize() <= QUICK_BYTES
 
     def read(self, spec: types_pb2.JobSpec, tenant: Tenant) -> CheckedJob:
         """Check everything about a job.

@@ -33,6 +33,7 @@ from batond.daemon.queue.records import (
     decode_record,
     decode_spec,
 )
+from batond.daemon.queue.together import Together
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ class JobReader:
 
     def __init__(self, client: redis.asyncio.Redis, model: str, classes: Sequence[str]) -> None:
         self._client = client
+        self._together = Together(client)
         self.keys = Keys(model)
         self.classes = tuple(classes)
         self._ahead_ms = 0.0
@@ -70,6 +72,10 @@ class JobReader:
 
     def _note_clock(self, now_ms: int) -> None:
         self._ahead_ms = now_ms - time.time() * 1000
+
+    async def _call_together(self, name: str, *args: Argument) -> Any:
+        """As `_call`, for what many clients ask at once."""
+        return await call(cast("redis.asyncio.Redis", self._together), self.keys, name, *args)
 
     async def _call(self, name: str, *args: Argument) -> Any:
         return await call(self._client, self.keys, name, *args)
@@ -194,7 +200,7 @@ class JobReader:
         Raises:
             NotFoundError: See `get`.
         """
-        found = await self._call("position", job_ref(tenant, job_id), *self.classes)
+        found = await self._call_together("position", job_ref(tenant, job_id), *self.classes)
         if found is None:
             raise _not_found(tenant, job_id)
         if not isinstance(found, list):

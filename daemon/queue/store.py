@@ -141,7 +141,9 @@ class JobStore(JobReader):
         given += ["sla_class", sla_class, "body_hash", body_hash, "ttl_ms", ttl_ms]
         given += ["prompt_tokens", prompt_tokens, "choices", choices]
         timing = [deadline_ms, "" if deadline_in_ms is None else deadline_in_ms, longest_queue_ms]
-        verdict, answer, retry_ms = await self._keep(
+        # A pipeline of many would wait for the replicas of all of them.
+        call = self._keep if self._replicas else self._call_together
+        verdict, answer, retry_ms = await call(
             "submit",
             job_ref(tenant, job_id),
             spec_json,

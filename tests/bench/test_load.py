@@ -52,12 +52,7 @@ def test_command_measures_everything(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["load", *words, "--output", str(output)])
     assert done.exit_code == 0, done.output
     found = json.loads(output.read_text())
-    assert {one["work"] for one in found["queue"]} == {
-        "submit, one by one",
-        "submit, pipelined",
-        "claim",
-        "claim, commit, finish",
-    }
+    assert [one["work"] for one in found["queue"]] == ["submit", "claim", "claim, commit, finish"]
     assert all(one["per_s"] > 0 and one["bare_per_s"] > 0 and one["commands"] > 5 for one in found["queue"])
     assert found["submits"]["jobs"] == 200
     assert set(found["submits"]["cpu_us"]) == {"front", "redis", "engine", "callers"}
