@@ -188,7 +188,7 @@ class Callers:
 
     def _begun(self) -> None:
         self._first_tokens += 1
-        if self._first_tokens == self._task.calls:
+        if self._first_tokens == self._task.calls and not self._ending_ns:
             self._steady_ns = time.monotonic_ns()
             self._all_begun.set()
             say("steady")
@@ -219,7 +219,7 @@ class Callers:
             together += len(chunk.token_ids) - 1
             stamps = [int(stamp) for stamp in chunk.text.split(";")[:-1]]
             complete &= len(stamps) == len(chunk.token_ids)
-            if self._steady_ns < at_ns <= self._ending_ns:
+            if self._steady_ns and self._steady_ns < at_ns <= self._ending_ns:
                 delays_ms += [(at_ns - stamp) / 1e6 for stamp in stamps]
         if not self._task.window_s:
             complete &= received == self._task.max_tokens
