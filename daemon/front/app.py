@@ -29,6 +29,7 @@ from batond.daemon.front.neighbours import Neighbours, advertised
 from batond.daemon.front.reload import Reloader
 from batond.daemon.front.requests import Limits, RequestReader
 from batond.daemon.front.server import build_admin_server, build_server, keep_health, open_sockets
+from batond.daemon.front.serving import Serving
 from batond.daemon.front.signals import on_signals
 from batond.daemon.front.state import DaemonState
 from batond.daemon.front.tenant_book import TenantBook
@@ -293,7 +294,11 @@ class _Front:
         """Serve until told to stop, then drain."""
         await self._book.load()  # Before anybody can call.
         health_servicer = health.aio.HealthServicer()
-        server = build_server(self._settings, self._jobs, self._admin, health_servicer, self._tls)
+        serving = Serving(
+            lambda: build_server(self._settings, self._jobs, self._admin, health_servicer, self._tls),
+            self._settings.server.listen,
+            lambda: open_sockets(self._settings.server.listen),
+        )
         self._keeper.start()
         work = [
             asyncio.create_task(task, name=name)
@@ -308,12 +313,12 @@ class _Front:
         ]
         stack = contextlib.AsyncExitStack()
         try:
-            await server.start()
+            await serving.start()
             await self._serve_administrators(stack)
-            open_sockets(self._settings.server.listen)
             self._serve_metrics()
             notifier.ready(f"serving {self._state.ready.model}")
             _log.info("serving", listen=list(self._settings.server.listen))
+            work.append(asyncio.create_task(serving.run(), name="serving"))
             work.append(asyncio.create_task(self._reload(reload, notifier), name="reload"))
             await _first_of(stop.wait(), self._state.stop_requested.wait(), engine, *work)
             work.pop().cancel()  # No READY=1 after STOPPING=1.
@@ -323,7 +328,7 @@ class _Front:
             configured_s = self._reloader.settings.service.drain_timeout_s
             await self._dispatcher.drain(configured_s if asked_s is None else asked_s)
         finally:
-            await server.stop(CLOSE_STREAMS_S)
+            await serving.stop(CLOSE_STREAMS_S)
             await stack.aclose()
             await self._jobs.finish_tidying()
             await _end(work)

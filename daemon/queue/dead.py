@@ -88,7 +88,7 @@ def decode_letter(
     name = encode_name(member)
     try:
         found = msgspec.json.decode(evidence or b"", type=_Evidence)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = _Evidence()
     died_ms = next((ms for ms in (found.died_ms, float(score)) if 0 < ms <= LATEST_MS), 0)
     fields = dict(zip(flat[::2], flat[1::2], strict=False))

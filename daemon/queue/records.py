@@ -458,7 +458,7 @@ def decode_chunk(raw: bytes) -> Chunk:
     """
     try:
         chunk = msgspec.msgpack.decode(raw, type=Chunk)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise GarbageError(f"output: {error}") from error
     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.token_ids):
         raise GarbageError(

@@ -107,7 +107,7 @@ class Registry:
         for told in await self._ask(self._client.eval(_LIST, 1, DAEMONS_KEY)):
             try:
                 found.append(msgspec.json.decode(told, type=DaemonRecord))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 continue
         return sorted(found, key=lambda one: (one.model, one.started_ms, one.id))
 

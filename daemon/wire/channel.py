@@ -213,5 +213,5 @@ class FrontChannel:
 def _decode(decoder: msgspec.msgpack.Decoder[_T], payload: bytes) -> _T:
     try:
         return decoder.decode(payload)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ChannelError(f"a frame of {len(payload)} bytes is no message: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -54,6 +55,11 @@ def plan() -> Plan:
     return Plan(os.environ.get("BATOND_SOAK") == "1", seed, first, count)
 
 
+#: gRPC's words on headers that are no text, and on its loop, which such a path ends (front/serving.py).
+NO_TEXT = re.compile(
+    r"[IWE]\d{4} .*\.cc:\d+\] |"
+    r""""event": "(Invalid encoding on |'utf-8' codec|Task exception.*UnicodeDecodeError)"""
+)
 #: gRPC's own refusal of metadata beyond its limit lists them, and is itself too long for a trailer.
 CORES_OWN = re.compile(r"E\d{4} .*hpack_encoder.cc:\d+\] Ignoring key value pair due to size limit")
 #: xgrammar warns of regular expressions on standard error; nothing keeps it from that.
@@ -100,11 +106,11 @@ class Fuzzed:
             job = await stream.last_job()
         assert list(job.output_token_ids) == fake_tokens(prompt, 5, 9)
 
-    def faults_in_log(self) -> list[str]:
-        """Lines of the daemon's log that no caller may cause."""
+    def faults_in_log(self, *, no_text: bool = False) -> list[str]:
+        """Lines of the daemon's log that no caller may cause; `no_text` were caused by gRPC itself."""
         bad = []
         for line in self.daemon.log.read_text(errors="replace").splitlines():
-            if CORES_OWN.match(line) or XGRAMMARS_OWN.match(line):
+            if CORES_OWN.match(line) or XGRAMMARS_OWN.match(line) or (no_text and NO_TEXT.search(line)):
                 continue
             try:
                 entry: Any = json.loads(line)
@@ -121,6 +127,14 @@ class Fuzzed:
         return [
             line for line in self.daemon.log.read_text(errors="replace").splitlines() if f'"{event}"' in line
         ]
+
+    async def wait_for_event(self, event: str, count: int) -> None:
+        """Wait until the log has so many lines of an event."""
+        async with asyncio.timeout(30):
+            while True:  # A file tells nobody.
+                if len(self.in_log(event)) >= count:
+                    return
+                await asyncio.sleep(0.05)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""

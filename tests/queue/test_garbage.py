@@ -331,3 +331,18 @@ def test_output_that_no_answer_has_room_for_is_garbage(chunk: dict[str, Any]) ->
     """D13: showing it would be an internal error."""
     with pytest.raises(GarbageError, match="output"):
         decode_chunk(msgspec.msgpack.encode(chunk))
+
+
+@pytest.mark.parametrize("kind", ["turn", "resting"])
+async def test_a_tenant_whose_turn_was_taken_away_gets_it_again(queue: Queue, kind: str) -> None:
+    """D13: its line stands, and nobody else waits who would bring the class to mind."""
+    quota = {"t": TenantLimits(running=1)}
+    await queue.submit("run")
+    (run,) = await queue.store.claim("d1", {"standard": 2}, lease_ms=60_000, tenants=quota)
+    await queue.submit("wait")
+    assert await queue.store.claim("d1", {"standard": 2}, lease_ms=60_000, tenants=quota) == []
+    assert await queue.client.zcard(queue.store.keys.resting("standard")) == 1
+    if kind == "turn":
+        await queue.commit(queue.step(run, 0, 1, state=JobState.SUCCEEDED))
+    await queue.client.delete(getattr(queue.store.keys, kind)("standard"))
+    assert [job.record.job_id for job in await queue.claim()] == ["wait"]

@@ -53,13 +53,22 @@ local function look_at(ref, class)
   end
 end
 
+-- Whether a tenant with a line has neither a turn nor a rest: a hand took it.
+local function forgotten(class, tenant)
+  return not ask('ZSCORE', TURN .. class, tenant) and not ask('ZSCORE', RESTING .. class, tenant)
+end
+
 -- Looks at the oldest entry of a class: what is no job goes, and a job that lost its place in its line gets it again.
-local function heal(class)
+-- Where nobody has a turn, the tenant of the oldest gets one.
+local function heal(class, nobody)
   while rubbish < GARBAGE_PER_CALL do
     local ref = redis.call('ZRANGE', QUEUE .. class, 0, 0)[1]
     local job = ref and look_at(ref, class)
     if job and not ask('ZSCORE', line_of(ref, class), job.place) then
       enter(ref)
+      return true
+    elseif job and nobody and forgotten(class, tenant_of(ref)) then
+      give_turn(class, tenant_of(ref))
       return true
     elseif job or not ref then
       return false
@@ -148,7 +157,7 @@ local function fill(class, room)
         taken, highest = taken + 1, math.max(highest, counter)
         oldest_ms = math.min(oldest_ms, job.queued_ms)
       end
-    elseif skips >= SKIPS_PER_CALL or not heal(class) then
+    elseif skips >= SKIPS_PER_CALL or not heal(class, true) then
       break
     end
   end
