@@ -107,6 +107,7 @@ class LocalEngine:
         batch_reason: Why.
         chunkable: Whether a prompt may be computed in parts, and a kept slice be extended by a prompt.
         preemption_mode: "offload" or "recompute".
+        on_plan: Called with each plan before anything of it is computed; None is nobody.
         keeps_sessions: Whether finished turns are kept. Not where a slice can't be extended exactly by a
             prompt, with inline prefill, or without room.
 
@@ -214,6 +215,7 @@ class LocalEngine:
             kv_budget_bytes=kv_budget_bytes,
         )
         self._arrivals, self._stalled_steps = itertools.count(1), 0
+        self.on_plan: Callable[[Plan], None] | None = None
 
     def _note_serving(
         self, serving: Serving, max_query_tokens: int | None, chunk_tokens: int | Literal["auto"] | None
@@ -488,6 +490,8 @@ class LocalEngine:
         began_s = time.perf_counter()
         self.residency.store.collect()
         plan = self._plan()
+        if self.on_plan is not None:
+            self.on_plan(plan)
         self._prompts.run(plan.chunks)
         self._take_rows(plan.park)
         self._give_rows((*plan.resume, *plan.admit), plan.reasons)

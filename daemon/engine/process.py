@@ -6,13 +6,15 @@ input. Nothing here waits for Redis or a client: the only other end is the socke
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import torch
@@ -25,8 +27,10 @@ from batond.daemon.requests.params import SamplingParams
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.channel import ChannelClosed, EngineChannel
 from batond.daemon.wire.messages import (
+    Begins,
     Cancel,
     CommandResult,
+    EngineFailed,
     HandBack,
     LoadFailed,
     Loading,
@@ -47,12 +51,15 @@ from batond.policies.registry import check_configured, load_configured
 
 if TYPE_CHECKING:
     from batond.daemon.engine.queries.query import Query
+    from batond.daemon.scheduler.plan import Plan
     from batond.daemon.wire.messages import Command, QueryEvent, Snapshot
     from batond.policies.registry import PolicyOptions
 
 HEARTBEAT_S = 0.5  # The front's watchdog wants to hear from the engine at least once a second.
 SNAPSHOT_EVERY_S = 0.05
 LOADING_NOTE_EVERY_S = 2.0
+FAILED_STATUS = 3  # Exit status after a step that failed as a whole.
+MOST_LAST_WORDS = 2000  # Of an exception's text; CUDA's advice is long.
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +83,9 @@ class EngineProcess:
         self._stopping = False
         self._sent_s = 0.0
         self._snapshot_s = 0.0
+        self._begun: set[str] = set()
         engine.on_event = self._events.append
+        engine.on_plan = self._begin
 
     def run(self) -> None:
         """Step until the front says stop or is gone."""
@@ -88,6 +97,13 @@ class EngineProcess:
             else:
                 self._engine.residency.sessions.expire()
             self._report()
+
+    def _begin(self, plan: Plan) -> None:
+        """Name the queries that the step computes for the first time: it may be the last."""
+        planned = {chunk.query_id for chunk in plan.chunks}.union(plan.resume, plan.admit)
+        if new := planned - self._begun:
+            self._begun = {query_id for query_id in self._begun if query_id in self._engine.queries} | new
+            self._channel.send(Begins(query_ids=sorted(new)))
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -267,10 +283,25 @@ def engine_main(fd: int, config_json: bytes) -> int:
         EngineProcess(engine, channel, settings.policy_options).run()
     except ChannelClosed:
         pass  # The front is gone: nobody wants tokens from us any more.
-    finally:
-        engine.on_event = None
-        engine.close()
+    except Exception as error:  # noqa: BLE001 - whatever broke the step, this process can't be trusted any more
+        _die(engine, channel, error)
+    engine.on_event = None
+    engine.close()
     return 0
+
+
+def _die(engine: LocalEngine, channel: EngineChannel, error: Exception) -> NoReturn:
+    """Say what happened, and leave: the front starts a new engine and goes on from the committed tokens.
+
+    Nothing is given back: after a device assert each further call of the driver fails, or hangs.
+    """
+    _log.error("the engine failed in step %d", engine.counters["steps"], exc_info=error)
+    words = f"{error}".strip()[:MOST_LAST_WORDS]
+    with contextlib.suppress(ChannelClosed):
+        channel.send(EngineFailed(reason=type(error).__name__, message=words, step=engine.counters["steps"]))
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(FAILED_STATUS)
 
 
 def _ready(engine: LocalEngine, settings: EngineSettings, *, load_s: float) -> Ready:
@@ -320,6 +351,7 @@ class _LoadingNotes:
 
 def main() -> int:
     """Entry point of `python -m batond.daemon.engine.process FD`."""
+    faulthandler.enable()  # Stacks of all threads in the log, also where the front ends a frozen engine.
     # A terminal's Ctrl-C and its end reach the whole process group; the front decides when the engine stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -101,10 +101,15 @@ class EngineListener:
         if self.dispatcher is not None:
             await self.dispatcher.engine_step(step)
 
-    def engine_down(self) -> None:
+    def engine_begins(self, query_ids: Sequence[str]) -> None:
         """See EngineHandler."""
         if self.dispatcher is not None:
-            self.dispatcher.engine_down()
+            self.dispatcher.engine_begins(query_ids)
+
+    def engine_down(self, why: str) -> None:
+        """See EngineHandler."""
+        if self.dispatcher is not None:
+            self.dispatcher.engine_down(why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,7 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
             engine_settings(settings),
             backoff_s=settings.service.engine_backoff_s,
             command=parts.engine_command,
+            frozen_after_s=settings.service.frozen_after_s,
         )
         engine = asyncio.create_task(link.run(listener), name="engine")
         stack.push_async_callback(_end_engine, link, engine)
@@ -230,7 +236,6 @@ class _Front:
             owner=owner,
             lease_s=queue.lease_s,
             claim_ahead=queue.claim_ahead,
-            max_attempts=queue.max_attempts,
             tenants=lambda: identities.limits,
         )
         self._state = DaemonState(

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Final
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from batond.daemon.front.follow import InLine
-from batond.daemon.front.held import choice_of, job_of
+from batond.daemon.front.held import job_of
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.front.status import code_of_reason
+from batond.daemon.front.steps import choice_of
 from batond.daemon.queue import Chunk, JobState
 from batond.daemon.queue.dead import LATEST_MS
 from batond.daemon.wire.messages import QueryState

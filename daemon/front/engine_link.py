@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
+import signal
 import socket
 import sys
 import time
@@ -15,7 +18,7 @@ from batond.daemon import errors
 from batond.daemon.errors import BatondError, UnavailableError
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.wire.channel import ChannelClosed, ChannelError, FrontChannel
-from batond.daemon.wire.messages import LoadFailed, Loading, Ready, StepEvents, Stop
+from batond.daemon.wire.messages import Begins, EngineFailed, LoadFailed, Loading, Ready, StepEvents, Stop
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +31,8 @@ ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "batond.daemon.engine.proce
 LONGEST_BACKOFF_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 5.0
 LAST_BREATH_S: Final = 2.0
+FROZEN_TICKS: Final = 20  # Looks within the time after which an engine is frozen.
+LONGEST_TICK_S: Final = 1.0
 HEALTHY_AFTER_S: Final = 60.0  # An engine that lived so long starts the back-off anew.
 
 _log = get_logger(__name__)
@@ -47,11 +52,14 @@ class EngineHandler(Protocol):
     def engine_up(self, ready: Ready) -> None:
         """The engine takes queries; after a restart it knows none."""
 
+    def engine_begins(self, query_ids: Sequence[str]) -> None:
+        """The engine is about to compute queries for the first time."""
+
     async def engine_step(self, step: StepEvents) -> None:
         """Events of one step, or a heartbeat. While this waits, the engine is not read: it will wait too."""
 
-    def engine_down(self) -> None:
-        """The engine died; it will be started again."""
+    def engine_down(self, why: str) -> None:
+        """The engine died, and all that is known of it; it will be started again."""
 
 
 def error_from(reason: str, message: str) -> BatondError:
@@ -65,6 +73,7 @@ class EngineLink:
     Args:
         settings: What the process is told.
         backoff_s: First pause before a dead engine is started again; doubles up to a minute.
+        frozen_after_s: An engine that serves and says nothing for so long is killed, and started again.
         command: How to start the process; the descriptor of its socket is appended.
 
     Attributes:
@@ -72,10 +81,16 @@ class EngineLink:
     """
 
     def __init__(
-        self, settings: EngineSettings, *, backoff_s: float = 0.5, command: Sequence[str] = ENGINE_COMMAND
+        self,
+        settings: EngineSettings,
+        *,
+        backoff_s: float = 0.5,
+        frozen_after_s: float = math.inf,
+        command: Sequence[str] = ENGINE_COMMAND,
     ) -> None:
         self._config_json = msgspec.json.encode(settings)
-        self._first_backoff_s = backoff_s
+        self._first_backoff_s, self._frozen_after_s = backoff_s, frozen_after_s
+        self._last_words = ""  # Why it dies, by its own word or ours.
         self._command = tuple(command)
         self._process: asyncio.subprocess.Process | None = None
         self._channel: FrontChannel | None = None
@@ -140,7 +155,7 @@ class EngineLink:
             if time.monotonic() - started_s > HEALTHY_AFTER_S:
                 backoff_s = self._first_backoff_s
             _log.error("engine_down", why=why, restart_in_s=backoff_s)
-            handler.engine_down()
+            handler.engine_down(why)
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, LONGEST_BACKOFF_S)
 
@@ -173,7 +188,7 @@ class EngineLink:
                 # transformers draws a bar for GGUF files, asked or not: between the lines of the log.
                 env={"TQDM_DISABLE": "1", **os.environ},
             )
-        self._heard_s = time.monotonic()
+        self._heard_s, self._last_words = time.monotonic(), ""
         self._channel = await FrontChannel.open(ours)
         if self._process.stdin is not None:
             self._process.stdin.write(self._config_json)
@@ -193,15 +208,44 @@ class EngineLink:
                 return
 
     async def _listen(self, handler: EngineHandler) -> None:
+        watch = asyncio.create_task(self._kill_frozen(), name="frozen engine")
+        try:
+            while True:
+                event = await self._receive()
+                if isinstance(event, StepEvents):
+                    self._handling = True
+                    try:
+                        await handler.engine_step(event)
+                    finally:
+                        self._handling = False
+                        self._heard_s = time.monotonic()
+                elif isinstance(event, Begins):
+                    handler.engine_begins(event.query_ids)
+                elif isinstance(event, EngineFailed):
+                    self._last_words = f"step {event.step}: {event.reason}: {event.message}"
+        finally:
+            watch.cancel()
+
+    async def _kill_frozen(self) -> None:
+        """Kill an engine that says nothing although it is listened to.
+
+        Time is counted in ticks: where this process was paused itself, one tick has passed, not the pause.
+        """
+        tick_s = min(self._frozen_after_s / FROZEN_TICKS, LONGEST_TICK_S)
+        heard_s, silent_ticks = self._heard_s, 0
         while True:
-            event = await self._receive()
-            if isinstance(event, StepEvents):
-                self._handling = True
-                try:
-                    await handler.engine_step(event)
-                finally:
-                    self._handling = False
-                    self._heard_s = time.monotonic()
+            await asyncio.sleep(tick_s)
+            silent_ticks = silent_ticks + 1 if heard_s == self._heard_s and not self._handling else 0
+            heard_s = self._heard_s
+            if silent_ticks * tick_s >= self._frozen_after_s and self._process is not None:
+                self._last_words = f"it said nothing for {self._frozen_after_s:g} s and was killed"
+                _log.error("engine_frozen", pid=self._process.pid, silent_s=round(self.silent_s, 1))
+                # Its stacks go to the log (faulthandler); a process that is stopped can't do even that.
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.send_signal(signal.SIGABRT)
+                    await asyncio.sleep(LAST_BREATH_S)
+                    self._process.kill()
+                silent_ticks = 0
 
     async def _receive(self) -> Event:
         if self._channel is None:
@@ -213,16 +257,31 @@ class EngineLink:
     async def _bury(self, error: Exception) -> str:
         """Make sure that the process is gone; returns why it went."""
         self.ready = None
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
-        process = self._process
-        if process is None:
-            return str(error)
+        code: int | None = None
+        try:
+            if self._channel is not None:
+                await self._channel.close()
+            if self._process is not None:
+                code = await self._end_of(self._process)
+        finally:
+            self._channel = None  # Until then it is silent: a process that can't be killed is no engine.
+        words = [self._last_words or str(error)]
+        if code is not None:
+            words.append(f"exit status {code}" if code >= 0 else f"killed by {_signal_name(-code)}")
+        return "; ".join(words)
+
+    @staticmethod
+    async def _end_of(process: asyncio.subprocess.Process) -> int:
         try:
             async with asyncio.timeout(LAST_BREATH_S):  # It may still be on its way out.
-                code = await process.wait()
+                return await process.wait()
         except TimeoutError:
             process.kill()
-            code = await process.wait()
-        return f"{error} (exit status {code})"
+            return await process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from batond.daemon.front.held import choice_of
+from batond.daemon.front.steps import choice_of
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.wire.messages import (
     CommandResult,
@@ -21,7 +21,8 @@ from batond.daemon.wire.messages import (
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from batond.daemon.front.held import ChoiceTimes, HeldJob, JobStep
+    from batond.daemon.front.held import ChoiceTimes, HeldJob
+    from batond.daemon.front.steps import JobStep
     from batond.daemon.queue import Counts
     from batond.daemon.telemetry.metrics import Metrics
     from batond.daemon.wire.messages import QueryEvent

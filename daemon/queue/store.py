@@ -319,7 +319,7 @@ class JobStore(JobReader):
             tenant: Whose.
             job_id: Which.
             epoch: Of the claim.
-            charge: Count this claim as an attempt: the job is suspected of having killed the engine.
+            charge: Count this claim as an attempt: the engine died with this job alone in it.
             why: Evidence, with `charge`.
         """
         ref = job_ref(tenant, job_id)
@@ -328,6 +328,14 @@ class JobStore(JobReader):
         )
         self.forget(owner, tenant, job_id, epoch=epoch)
         return HandBackOutcome(outcome.decode())
+
+    async def mark_alone(self, owner: str, tenant: str, job_id: str, epoch: int, *, alone: bool) -> bool:
+        """Notes that a job has an engine to itself: a lease that runs out then counts as an attempt.
+
+        Returns:
+            Whether this claim still holds it.
+        """
+        return bool(await self._call("alone", owner, job_ref(tenant, job_id), epoch, int(alone)))
 
     async def release_owner(self, owner: str) -> list[tuple[str, str]]:
         """Gives back all that a daemon still holds, uncharged, and forgets the daemon. Gives the jobs."""

@@ -148,6 +148,15 @@ class Metrics:
         self.dead_jobs = Gauge("batond_dead_jobs", "Entries of the dead-letter list.", registry=registry)
         self.claimed_jobs = Gauge("batond_claimed_jobs", "Jobs this daemon holds.", registry=registry)
         self.unsaved_steps = Gauge("batond_unsaved_steps", "Steps not yet in Redis.", registry=registry)
+        self.unsaved_bytes = Gauge(
+            "batond_unsaved_bytes", "About what the steps not yet in Redis take; bounded.", registry=registry
+        )
+        self.suspects = Gauge(
+            "batond_suspects", "Jobs that may have killed an engine, to be tried alone.", registry=registry
+        )
+        self.engine_kills = Counter(
+            "batond_engine_kills", "Engines that a job killed while it was alone in them.", registry=registry
+        )
         self.open_streams = Gauge("batond_open_streams", "Streams to clients.", registry=registry)
         self.engine = EngineCollector()
         registry.register(self.engine)

@@ -286,6 +286,20 @@ class Snapshot(Message, frozen=True):
     policy: str = ""  # Name of the active policy.
 
 
+class Begins(Message, frozen=True):
+    """The next step computes these queries for the first time. Sent before it: a death has suspects."""
+
+    query_ids: list[str]
+
+
+class EngineFailed(Message, frozen=True):
+    """A step failed as a whole; the process exits after this, for its device may be past use."""
+
+    reason: str  # The exception's class.
+    message: str
+    step: int
+
+
 class StepEvents(Message, frozen=True):
     """All events of one step, in order, in one frame. Sent at least once a second: the heartbeat."""
 
@@ -295,5 +309,5 @@ class StepEvents(Message, frozen=True):
     busy: bool = False  # Whether any query is alive.
 
 
-Event = Loading | Ready | LoadFailed | StepEvents
+Event = Loading | Ready | LoadFailed | Begins | StepEvents | EngineFailed
 QueryEvent = Tokens | Started | Preempted | Resumed | Finished | QueryFailed | CommandResult

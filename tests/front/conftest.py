@@ -174,7 +174,6 @@ class Scene:
             owner="d1",
             lease_s=10,
             claim_ahead=2,
-            max_attempts=3,
             tenants=lambda: {"t": TenantLimits(weight=2.5)},
         )
 

@@ -8,8 +8,9 @@ import pytest
 
 from batond.daemon.front import convert
 from batond.daemon.front.follow import _Cursor
-from batond.daemon.front.held import choice_of, ref_of
+from batond.daemon.front.held import ref_of
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
+from batond.daemon.front.steps import choice_of
 from batond.daemon.queue import Chunk, CommittedChoice, JobState
 from batond.daemon.requests.params import sequence_seed
 from batond.daemon.wire.messages import (

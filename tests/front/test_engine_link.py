@@ -42,7 +42,10 @@ class Ear:
         self.steps.append(step)
         self._hear("step")
 
-    def engine_down(self) -> None:
+    def engine_begins(self, query_ids: list[str]) -> None:
+        self._hear(f"begins {query_ids}")
+
+    def engine_down(self, why: str) -> None:
         self._hear("down")
 
     def _hear(self, note: str) -> None:

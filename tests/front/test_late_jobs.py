@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from batond.daemon.front import dispatcher as module
+from batond.daemon.front import endings as module
 from batond.daemon.queue import CommittedChoice, JobState
 from batond.daemon.wire.messages import (
     Cancel,
@@ -119,11 +119,11 @@ async def test_a_job_with_time_is_left_alone_and_its_timer_ends_with_it(hold: Ho
     held = hold(max_tokens=1)
     async with scene(timed(held, deadline_ms=10**12)) as at:
         await at.engine.heard(Submit)
-        (kept,) = at.dispatcher._held.values()
+        (kept,) = at.dispatcher._jobs
         await at.say(finished(held, FinishReason.CANCELLED))
         assert (await at.last()).state is JobState.CANCELLED
         async with asyncio.timeout(10):
-            await at.dispatcher._empty.wait()
+            await at.dispatcher._jobs.empty.wait()
         assert kept.timer is not None
         assert kept.timer.cancelled()
     assert not any(isinstance(command, (Cancel, HandBack)) for command in at.engine.told)
@@ -149,6 +149,6 @@ async def test_a_claimed_job_without_an_open_choice_ends_at_once(
     async with scene(timed(held)) as at:
         last = await at.last()
         async with asyncio.timeout(10):
-            await at.dispatcher._empty.wait()
+            await at.dispatcher._jobs.empty.wait()
     assert (last.state, last.finish_reason, last.error_reason) == end
     assert not any(isinstance(command, Submit) for command in at.engine.told)

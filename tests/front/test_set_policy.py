@@ -48,7 +48,6 @@ def dispatcher(engine: Engine) -> Dispatcher:
         owner="d1",
         lease_s=10,
         claim_ahead=2,
-        max_attempts=3,
     )
 
 

@@ -41,7 +41,7 @@ async def test_every_open_choice_is_ranked_anew(hold: Hold, scene: MakeScene) ->
         at.queue.record = newer(job, sla_class="batch", deadline_ms=61_000)
         at.dispatcher.update("t", "j")
         await at.engine.heard(Update)
-        (kept,) = at.dispatcher._held.values()
+        (kept,) = at.dispatcher._jobs
         told = updates(at.engine.told)
         assert [one.query_id for one in told] == [held.query_id(0), held.query_id(1)]
         assert {one.sla_class for one in told} == {"batch"}
@@ -76,7 +76,7 @@ async def test_an_earlier_deadline_ends_the_job_by_then(hold: Hold, scene: MakeS
         at.queue.record = newer(job, deadline_ms=1001)
         at.dispatcher.update("t", "j")
         await at.engine.heard(Cancel)
-        (kept,) = at.dispatcher._held.values()
+        (kept,) = at.dispatcher._jobs
         assert "its deadline is over" in kept.late
 
 

@@ -137,9 +137,12 @@ class Queue:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    async def lapse(self, tenant: str, job_id: str) -> None:
-        """Lets the lease of a job be over, without waiting for it."""
+    async def lapse(self, tenant: str, job_id: str, *, alone: bool = False) -> None:
+        """Lets the lease of a job be over, without waiting for it; `alone` in its engine, if so."""
         keys = self.store.keys
+        if alone:
+            record = await self.store.get(tenant, job_id)
+            assert await self.store.mark_alone(record.owner, tenant, job_id, record.epoch, alone=True)
         await self.client.zadd(keys.leases, {f"{tenant}/{job_id}": 1}, xx=True)
 
 

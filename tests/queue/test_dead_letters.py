@@ -33,7 +33,7 @@ async def kill(queue: Queue, *job_ids: str, tenant: str = "t", **kw: Any) -> Non
         await queue.submit(job_id, tenant=tenant, **kw)
     await queue.claim(len(job_ids))
     for job_id in job_ids:
-        await queue.lapse(tenant, job_id)
+        await queue.lapse(tenant, job_id, alone=True)
     assert len((await store.reap()).dead) == len(job_ids)
 
 
@@ -61,7 +61,7 @@ async def test_a_letter_says_what_happened(queue: Queue) -> None:
     assert (letter.name, letter.tenant, letter.job_id, letter.sla_class) == ("t/a", "t", "a", "standard")
     assert (letter.reason, letter.attempts, letter.obstacle) == ("ATTEMPTS", 1, "")
     assert "1 attempts" in letter.message
-    assert "epoch 1 owner d1: the lease ran out" in letter.history
+    assert "epoch 1 owner d1: the lease ran out while it was tried alone" in letter.history
     assert letter.died_ms == (await queue.store.get("t", "a")).finished_ms
     assert SECRET not in repr(letter)
 

@@ -26,7 +26,7 @@ async def test_late_writes_of_an_earlier_claim_are_refused(queue: Queue) -> None
 
     other = queue.another()
     new = await queue.claim_one(owner="d2", store=other)
-    assert (new.record.epoch, new.record.attempts) == (2, 1)
+    assert (new.record.epoch, new.record.attempts, new.record.lapses) == (2, 0, 1)
     assert (new.token_ids, new.text) == ([1], "x")
     for step in (
         queue.step(old, 1, 9),
@@ -244,7 +244,7 @@ async def test_a_job_that_kills_its_daemons_becomes_a_dead_letter(queue: Queue) 
     with pytest.raises(NotFoundError):
         await queue.store.dead_retry("t/poison")
     for _ in range(3):
-        await queue.lapse("t", "poison")
+        await queue.lapse("t", "poison", alone=True)
         reaped = await queue.store.reap()
         await queue.claim()
     assert reaped.dead == [("t", "poison")]
@@ -253,6 +253,55 @@ async def test_a_job_that_kills_its_daemons_becomes_a_dead_letter(queue: Queue) 
         await queue.store.get("t", "poison")
     with pytest.raises(NotFoundError):
         await queue.store.dead_drop("t/poison")
+
+
+async def test_a_power_cut_buries_nobody(queue: Queue) -> None:
+    """D8: leases that ran out among others say nothing about a job: noted, never charged, however often."""
+    names = [f"j{i}" for i in range(5)]
+    for name in names:
+        await queue.submit(name)
+    for cut in range(7):
+        jobs = await queue.claim(owner=f"d{cut}")
+        assert [(job.record.attempts, job.record.lapses) for job in jobs] == [(0, cut)] * 5
+        for name in names:
+            await queue.lapse("t", name)
+        assert len((await queue.store.reap()).requeued) == 5
+    history = (await queue.client.hget(queue.store.keys.job("t/j0"), "history")).decode()
+    assert "epoch 1 owner d0: the lease ran out; not charged" in history
+
+
+async def test_a_lease_that_runs_out_alone_is_charged(queue: Queue) -> None:
+    """D8: a job that takes its daemon along; the note holds for the claim that made it, and can be taken back."""
+    await queue.submit("a")
+    job = (await queue.claim_one()).record
+    assert await queue.store.mark_alone("d1", "t", "a", job.epoch, alone=True)
+    assert not await queue.store.mark_alone("d2", "t", "a", job.epoch, alone=True)
+    assert await queue.store.mark_alone("d1", "t", "a", job.epoch, alone=False)
+    await queue.lapse("t", "a")
+    await queue.store.reap()
+    second = (await queue.claim_one()).record
+    assert (second.attempts, second.lapses) == (0, 1)
+    assert not await queue.store.mark_alone("d1", "t", "a", job.epoch, alone=True)
+    await queue.lapse("t", "a", alone=True)
+    await queue.store.reap()
+    third = (await queue.claim_one()).record
+    assert (third.attempts, third.lapses) == (1, 1)
+    await queue.lapse("t", "a")  # The earlier claim's note does not count any more.
+    await queue.store.reap()
+    assert ((await queue.claim_one()).record.attempts) == 1
+
+
+async def test_a_tenant_is_not_told_what_an_engine_said(queue: Queue) -> None:
+    """D8: the evidence may name anything; it is for operators."""
+    await queue.submit("a")
+    store = queue.another(max_attempts=1)
+    job = await queue.claim_one()
+    await store.hand_back("d1", "t", "a", job.record.epoch, charge=True, why="RuntimeError: /secret/path")
+    record = await queue.store.get("t", "a")
+    assert record.error_message == "given up after 1 attempts: each time its engine died while it ran alone"
+    (letter,) = await queue.store.dead_letters()
+    assert "/secret/path" in letter.message
+    assert "/secret/path" in letter.history
 
 
 async def test_each_job_is_claimed_once_by_many_daemons(queue: Queue) -> None:

@@ -64,6 +64,7 @@ class Job:
     owner: str = ""
     epoch: int = 0
     attempts: int = 0
+    lapses: int = 0
     cancel: bool = False
     tokens: list[int] = field(default_factory=list)
 
@@ -345,10 +346,14 @@ class QueueMachine(RuleBasedStateMachine):
         if job.state == "queued":
             self.shares[job.sla_class].enter(job)
 
-    @rule(job_id=job_ids, owner=owners)
-    def lapse(self, job_id: str, owner: str) -> None:
+    @rule(job_id=job_ids, owner=owners, alone=st.booleans())
+    def lapse(self, job_id: str, owner: str, alone: bool) -> None:  # noqa: FBT001 - hypothesis fills it
         """A lease runs out; somebody reaps; its holder learns of it by a renewal."""
         store = self.stores[owner]
+        holder = self.jobs.get(job_id)
+        if alone and holder is not None and holder.owner:
+            claim = (holder.owner, holder.tenant, job_id, holder.epoch)
+            assert self.run(store.mark_alone(*claim, alone=True))
         ref = f"{TENANT_OF[job_id]}/{job_id}"
         self.run(self.clients[owner].zadd(store.keys.leases, {ref: 1}, xx=True))
         reaped = self.run(store.reap())
@@ -356,7 +361,8 @@ class QueueMachine(RuleBasedStateMachine):
         job = self.jobs.get(job_id)
         if job is not None and job.owner:
             self.stores[job.owner].forget(job.owner, job.tenant, job_id, epoch=job.epoch)
-            self.give_up(job, charge=True)
+            job.lapses += not alone
+            self.give_up(job, charge=alone)
             expected = [(job.tenant, job_id, job.state)]
         came_to = {"queued": reaped.requeued, "cancelled": reaped.cancelled, "dead": reaped.dead}
         assert [(*ref, state) for state, refs in came_to.items() for ref in refs] == expected
@@ -379,7 +385,7 @@ class QueueMachine(RuleBasedStateMachine):
         job = self.jobs.get(job_id)
         if job is not None and job.state == "dead":
             self.run(self.stores["d1"].dead_retry(f"{job.tenant}/{job_id}"))
-            job.state, job.attempts = "queued", 0
+            job.state, job.attempts, job.lapses = "queued", 0, 0
             self.shares[job.sla_class].enter(job)
 
     @invariant()
@@ -388,8 +394,9 @@ class QueueMachine(RuleBasedStateMachine):
         store = self.stores["d1"]
         for job_id, job in self.jobs.items():
             record = self.run(store.get(job.tenant, job_id))
-            seen = (record.state, record.owner, record.epoch, record.attempts, record.output_tokens)
-            assert seen == (job.state, job.owner, job.epoch, job.attempts, len(job.tokens))
+            seen = (record.state, record.owner, record.epoch, record.attempts, record.lapses)
+            assert seen == (job.state, job.owner, job.epoch, job.attempts, job.lapses)
+            assert record.output_tokens == len(job.tokens)
             chunks = self.run(store.read_chunks(job.tenant, job_id))
             assert [token for chunk in chunks for token in chunk.token_ids] == job.tokens
         counts = self.run(store.counts())

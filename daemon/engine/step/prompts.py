@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from batond.daemon.engine.model.causal import MODEL_ERRORS
+from batond.daemon.engine.step.faults import breaks_device
 from batond.daemon.wire.messages import QueryState
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class Prompts:
         try:
             packed = self._packer.run([query.prompt_token_ids for query in queries])
         except MODEL_ERRORS as error:
+            if breaks_device(error):
+                raise
             # One by one, only the culprit fails.
             _log.warning("a pack of %d prompts failed, each is computed alone: %s", len(queries), error)
             self._life.counters["failed_packs"] += 1
@@ -82,6 +85,8 @@ class Prompts:
         try:
             logits = self._run_chunk(query, count)
         except MODEL_ERRORS as error:
+            if breaks_device(error):
+                raise
             self._life.fail(query, error)
             return
         if not query.to_prefill_tokens:

@@ -11,7 +11,7 @@ end
 local now_ms = clock()
 redis.call('ZREM', DEAD, ref)
 redis.call('HDEL', EVIDENCE, ref)
-redis.call('HSET', JOB .. ref, 'state', 'queued', 'attempts', 0, 'queued_ms', int(now_ms), 'finished_ms', 0,
+redis.call('HSET', JOB .. ref, 'state', 'queued', 'attempts', 0, 'lapses', 0, 'queued_ms', int(now_ms), 'finished_ms', 0,
   'error_reason', '', 'error_message', '')
 enter(ref)
 redis.call('PUBLISH', WAKE, job[2])

@@ -59,9 +59,10 @@ local function conclude(ref, state, now_ms)
   redis.call('PUBLISH', NEWS .. ref, state)
 end
 
-local function conclude_dead(ref, reason, message, now_ms)
+-- `for_tenant` where the message has what only operators may read.
+local function conclude_dead(ref, reason, message, now_ms, for_tenant)
   local history = redis.call('HGET', JOB .. ref, 'history')
-  redis.call('HSET', JOB .. ref, 'error_reason', reason, 'error_message', message)
+  redis.call('HSET', JOB .. ref, 'error_reason', reason, 'error_message', for_tenant or message)
   conclude(ref, 'dead', now_ms)
   letter(ref, reason, message, now_ms, history or '')
 end
@@ -93,7 +94,9 @@ local function requeue(ref, charge, why, max_attempts, now_ms)
     return 'cancelled'
   end
   if charge and attempts >= max_attempts then
-    conclude_dead(ref, 'ATTEMPTS', 'given up after ' .. attempts .. ' attempts; the last: ' .. why, now_ms)
+    local given_up = 'given up after ' .. attempts .. ' attempts'
+    conclude_dead(ref, 'ATTEMPTS', given_up .. '; the last: ' .. why, now_ms,
+      given_up .. ': each time its engine died while it ran alone')
     return 'dead'
   end
   if not job[2] or not count(job[3]) then

@@ -4,6 +4,8 @@
 -- ARGV  max_attempts, limit (of each kind), dead_ttl_ms
 -- Gives {{requeued ...}, {cancelled ...}, {dead ...}, {late ...}, number swept}.
 -- From  claimed running parked -> queued | cancelled | dead; queued -> failed. A job that ended is never touched (D7).
+-- A lease that ran out says nothing about a job among others: a power cut takes them all. It counts as an attempt only
+-- if the job was being tried alone; else it is noted as a lapse (docs/adr/0006).
 local max_attempts, limit, dead_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local now_ms = clock()
 local outcome = { queued = {}, cancelled = {}, dead = {}, late = {} }
@@ -14,10 +16,15 @@ mend({
   { TOTALS, 'hash' }, { CLASSES, 'set' }, { CLOCK, 'string' },
 }, now_ms)
 for _, ref in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', int(now_ms), 'LIMIT', 0, limit)) do
-  local job = fields(ref, 'state')
+  local job = fields(ref, 'state', 'epoch', 'alone', 'lapses', 'owner', 'history')
   if job and LIVE[job[1]] then
     redis.call('HINCRBY', TOTALS, 'reaped', 1)
-    local came_to = requeue(ref, true, 'the lease ran out', max_attempts, now_ms)
+    local alone = job[3] and job[3] == job[2]
+    if not alone then
+      redis.call('HSET', JOB .. ref, 'lapses', int((count(job[4]) or 0) + 1))
+      note(ref, job[6], job[2], job[5], 'the lease ran out; not charged', now_ms)
+    end
+    local came_to = requeue(ref, alone, 'the lease ran out while it was tried alone', max_attempts, now_ms)
     table.insert(outcome[came_to], ref)
   else
     end_claim(ref)
