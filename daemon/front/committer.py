@@ -63,7 +63,7 @@ class Committer:
     ) -> None:
         self._store, self._owner, self._jobs, self._desk = store, owner, jobs, desk
         self._figures, self._metrics, self._health, self._cancel = figures, metrics, health, cancel
-        self._steps: asyncio.Queue[tuple[list[JobStep], int]] = asyncio.Queue()
+        self._steps: asyncio.Queue[tuple[list[JobStep], int] | asyncio.Event] = asyncio.Queue()
         self._kept_bytes = 0
         self._room = asyncio.Event()
 
@@ -89,13 +89,19 @@ class Committer:
         self._steps.put_nowait((list(steps), size))
 
     async def join(self) -> None:
-        """Wait until all that was put is committed."""
-        await self._steps.join()
+        """Wait until all that was put before is committed."""
+        reached = asyncio.Event()
+        self._steps.put_nowait(reached)
+        await reached.wait()
 
     async def run(self) -> None:
         """Commit and deliver until cancelled."""
         while True:
-            steps, size = await self._steps.get()
+            item = await self._steps.get()
+            if isinstance(item, asyncio.Event):
+                item.set()
+                continue
+            steps, size = item
             started_s = time.monotonic()
             result = await self._commit([step.commit for step in steps])
             self._metrics.commit.observe(time.monotonic() - started_s)
@@ -109,7 +115,6 @@ class Committer:
             for tenant, job_id in result.cancel:
                 self._cancel(tenant, job_id)
             self._kept(-size)
-            self._steps.task_done()
 
     async def hand_back(self, held: HeldJob, *, charge: str = "") -> HandBackOutcome | None:
         """Give a job back with what is committed of it; its engine must not have it any more.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -238,13 +238,13 @@ class HeldJob:
 
     def cancel(self) -> JobStep:
         """End it as cancelled, without the engine's word."""
-        step = StepBuilder(self)
+        step = self._step()
         step.end_all(FinishReason.CANCELLED)
         return step.finish()
 
     def fail(self, message: str, reason: str = "INTERNAL") -> JobStep:
         """End it without the engine's word."""
-        step = StepBuilder(self)
+        step = self._step()
         step.fail(reason, message)
         return step.finish()
 
@@ -257,9 +257,12 @@ class HeldJob:
             events: In order.
             on_event: Called with each event before it is taken in.
         """
-        step = StepBuilder(self)
+        step = self._step()
         for event in events:
             if on_event is not None:
                 on_event(self, event)
             step.add(event)
         return step.finish()
+
+    def _step(self) -> StepBuilder:
+        return StepBuilder(cast("Any", self))  # Type checkers know this class by two paths.

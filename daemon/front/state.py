@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from batond.v1 import admin_pb2
 
@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from batond.daemon.front.dispatcher import Dispatcher
     from batond.daemon.front.engine_link import EngineLink
     from batond.daemon.wire.messages import Ready
+
+#: A frozen engine is killed and replaced (engine_link.py). One that is there after so many times the patience
+#: hangs in the kernel: whoever watches this process may have more power over it.
+UNKILLABLE: Final = 2
 
 
 class DaemonState:
@@ -59,8 +63,8 @@ class DaemonState:
 
     @property
     def live(self) -> bool:
-        """Whether the process is worth keeping: only a frozen engine says no."""
-        return self.engine_alive
+        """Whether the process is worth keeping: only a frozen engine that can't be killed says no."""
+        return self._link.silent_s < UNKILLABLE * self._frozen_after_s
 
     @property
     def serving(self) -> bool:
@@ -94,6 +98,8 @@ class DaemonState:
             return "the engine is being started"
         if not self.engine_alive:
             return f"the engine has been silent for {self._link.silent_s:.0f} s"
+        if self._dispatcher.waits_for_redis:
+            return "Redis has been away for so long that generation waits; nothing is lost"
         if not self._dispatcher.redis_up:
             return "Redis does not answer: generation goes on, results are saved when it is back"
         return ""

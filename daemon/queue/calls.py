@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from dataclasses import dataclass
 from functools import cache
@@ -70,6 +71,19 @@ async def call(client: redis.asyncio.Redis, keys: Keys, name: str, *args: Argume
             return await run(client, ("EVAL", script.source, 1, keys.base, *args), replicas)
     except RedisError as error:
         raise domain_error(error) from error
+    finally:
+        heed_cancel()
+
+
+def heed_cancel() -> None:
+    """Raises CancelledError if the running task is being cancelled.
+
+    A cancel that comes while redis-py (seen in 8.1) checks a connection of its pool ends that check, nothing
+    else: the task would go on for ever, and whoever waits for its end with it.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _run(client: redis.asyncio.Redis, command: tuple[Argument, ...], _: int) -> Any:

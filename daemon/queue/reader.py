@@ -12,7 +12,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from batond.daemon.errors import BatondError, InvalidRequestError, NotFoundError
 from batond.daemon.queue import dead
-from batond.daemon.queue.calls import call
+from batond.daemon.queue.calls import call, heed_cancel
 from batond.daemon.queue.codec import decode_claimed
 from batond.daemon.queue.connection import domain_error
 from batond.daemon.queue.keys import Keys, job_ref, split_ref
@@ -86,6 +86,8 @@ class JobReader:
             return await cast("Awaitable[Any]", question)
         except RedisError as error:
             raise domain_error(error) from error
+        finally:
+            heed_cancel()
 
     async def ping(self) -> None:
         """Returns if Redis answers.

@@ -87,19 +87,21 @@ def test_other_services_are_unknown(health: Health) -> None:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_frozen_engine_is_neither_live_nor_ready(small: LocalDaemon, health: Health) -> None:
-    """V3: the engine stands still: NOT_SERVING; it goes on: SERVING."""
+def test_a_frozen_engine_is_not_ready_and_is_replaced(small: LocalDaemon, health: Health) -> None:
+    """V3, D12: the engine stands still: NOT_SERVING; the daemon kills it and starts another: SERVING."""
     engine = engine_of(small)
-    os.kill(engine.pid, signal.SIGSTOP)
-    try:
-        health.until("liveness", NOT_SERVING)
+    with small.client("red") as red:
+        job = red.submit(token_ids=[5, 6], max_tokens=3000, ignore_eos=True)
+        os.kill(engine.pid, signal.SIGSTOP)
         health.until("readiness", NOT_SERVING)
         assert health.now("") == NOT_SERVING
         assert health.now("saturation") == SERVING
-    finally:
-        os.kill(engine.pid, signal.SIGCONT)
-    health.until("liveness", SERVING)
-    health.until("readiness", SERVING)
+        health.until("readiness", SERVING)
+        assert health.now("liveness") == SERVING
+        assert not engine.is_running()
+        assert engine_of(small).pid != engine.pid
+        red.cancel(job.job_id)
+    assert "it said nothing for 2 s and was killed" in small.log.read_text()
 
 
 def test_a_full_queue_is_saturated_and_nothing_else(small: LocalDaemon, health: Health) -> None:

@@ -14,7 +14,7 @@ HIGH, LOW = 0, 2
 
 
 def died_with(*refs: str, urgency: int = LOW) -> dict[str, tuple[int, int]]:
-    return {ref: (urgency, 1) for ref in refs}
+    return dict.fromkeys(refs, (urgency, 1))
 
 
 def test_nobody_is_suspected_before_an_engine_dies() -> None:
@@ -49,7 +49,7 @@ def test_a_death_alone_convicts() -> None:
 
 
 def test_being_alone_by_chance_convicts_the_second_time() -> None:
-    """An idle daemon's engine may be killed by anything once; the job that was in it is a suspect, no more."""
+    """An idle daemon's engine may be killed by anything; the job that was in it is a suspect, no more."""
     suspects = Suspects()
     assert suspects.engine_died(died_with("a")) == ""
     suspects.settle(0.0, others=None)
@@ -134,7 +134,7 @@ def test_a_suspect_that_leaves_gives_its_turn_away() -> None:
 
 @dataclass
 class Toy:
-    """A job of the toy engine: it ends after `length` tokens, or kills after `strikes` tokens in one engine."""
+    """A job of the toy engine: it ends after `length` tokens, or kills after `strikes` in one engine."""
 
     length: int
     strikes: int | None
@@ -151,7 +151,7 @@ jobs = st.lists(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(jobs)
 def test_killers_are_found_and_innocents_lose_nothing(drawn: list[tuple[int, int | None]]) -> None:
-    """D8: whatever mixture of jobs and killers, early or late: who does not kill ends, and is never charged."""
+    """D8: whatever jobs and killers there are, early or late: who does not kill ends, and is not charged."""
     held = {f"j{i}": Toy(length, strikes) for i, (length, strikes) in enumerate(drawn)}
     suspects, now_s, deaths = Suspects(), 0.0, Counter[str]()
     while held:

@@ -271,7 +271,7 @@ async def test_a_power_cut_buries_nobody(queue: Queue) -> None:
 
 
 async def test_a_lease_that_runs_out_alone_is_charged(queue: Queue) -> None:
-    """D8: a job that takes its daemon along; the note holds for the claim that made it, and can be taken back."""
+    """D8: a job that takes its daemon along. The note holds for its claim, and can be taken back."""
     await queue.submit("a")
     job = (await queue.claim_one()).record
     assert await queue.store.mark_alone("d1", "t", "a", job.epoch, alone=True)

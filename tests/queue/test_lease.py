@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -146,3 +147,22 @@ async def test_a_failing_callback_or_server_does_not_end_the_thread(
     keeper.hold("t", "a", 1)
     assert heard.event.wait(WAIT_S)
     assert len(calls) >= 2
+
+
+async def test_a_cancelled_task_ends_whatever_the_client_does_with_the_cancel(queue: Queue) -> None:
+    """V2: redis-py 8.1 lost cancels that came while it checked a connection, and the exit hung on it."""
+
+    async def work() -> None:
+        while True:
+            await queue.store.reap()
+            await queue.store.counts()
+            await queue.store.list_jobs("t")
+
+    for turns in range(120):
+        tasks = [asyncio.create_task(work()) for _ in range(3)]
+        for _ in range(turns % 40):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        _, left = await asyncio.wait(tasks, timeout=WAIT_S)
+        assert not left

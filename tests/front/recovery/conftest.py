@@ -75,6 +75,7 @@ class ToyEngine:
         self.ready: Ready | None = READY
         self.runs: dict[str, Run] = {}
         self.deaths: list[list[str]] = []  # Who was inside, each time.
+        self.died = asyncio.Event()
         self.together: list[frozenset[str]] = []  # Who was computed in each step.
         self.steps = 0
         self.most_ahead = 4.0  # Steps beyond what is committed; a real engine is no faster than that.
@@ -98,7 +99,7 @@ class ToyEngine:
                 await self._news.wait()
             await self.step(dispatcher)
             await asyncio.sleep(0)
-            while dispatcher._committer.unsaved > self.most_ahead:
+            while dispatcher._committer.unsaved > self.most_ahead:  # noqa: ASYNC110 - a toy; no event says it
                 await asyncio.sleep(0)
 
     async def step(self, dispatcher: Dispatcher) -> None:
@@ -130,10 +131,13 @@ class ToyEngine:
                 del self.runs[query_id]
         await dispatcher.engine_step(StepEvents(step=self.steps, events=events))
 
-    def die(self, dispatcher: Dispatcher) -> None:
+    def die(self, dispatcher: Dispatcher, *, for_good: bool = False) -> None:
         self.deaths.append(sorted(_job(query_id) for query_id in self.runs))
         self.ready, self.runs = None, {}
         dispatcher.engine_down(WHY)
+        self.died.set()
+        if for_good:
+            return
         self.ready = READY
         dispatcher.engine_up(READY)
 
@@ -190,10 +194,6 @@ class Lab:
     async def __aexit__(self, *_: object) -> None:
         for task in self.tasks:
             task.cancel()
-        done, pending = await asyncio.wait(self.tasks, timeout=3)
-        import sys
-        if pending:
-            for t in asyncio.all_tasks(): t.print_stack(limit=6, file=sys.stderr)
         for result in await asyncio.gather(*self.tasks, return_exceptions=True):
             assert isinstance(result, asyncio.CancelledError), result
 
