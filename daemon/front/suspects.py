@@ -6,9 +6,9 @@ proven itself with some tokens, or has ended. A death in such a turn convicts, f
 it: nothing of others is computed meanwhile, because a mate would blur the evidence and become a suspect by
 being there.
 
-Between two such turns everybody who is not a suspect has the engine for a while. So urgent work waits for
-one suspect's proof at most, and each suspect's turn comes. Where nobody is suspected, all this is an empty
-dictionary.
+Between two such turns everybody who is not a suspect has the engine for a while, if somebody of them is more
+urgent than the next suspect, or has waited for long. So urgent work waits for one proof at most, and each
+suspect's turn comes. Where nobody is suspected, all this is an empty dictionary.
 
 A proof has an end, so a killer that strikes late passes it and kills again among others; each death it was in
 doubles what it has to prove, until it strikes alone. See docs/adr/0006.
@@ -28,6 +28,8 @@ PROOF_TOKENS: Final = 16
 MOST_PROOF_TOKENS: Final = 1024
 #: How long the others have the engine between the turns of two suspects.
 OPEN_TURN_S: Final = 5.0
+#: The others get a turn after so long, though they are no more urgent: those who have proven themselves, too.
+PATIENCE_S: Final = 30.0
 #: Leases of a job that ran out among others before it is tried alone: daemons are killed for many reasons.
 LAPSES_TO_SUSPECT: Final = 3
 
@@ -51,6 +53,7 @@ class Suspects:
         self._suspects: dict[str, _Suspect] = {}  # In the order in which they became it.
         self._deaths: dict[str, int] = {}  # Engines that died with it, of jobs that are held.
         self._opened_s: float | None = None  # When the others' turn began, if it is theirs.
+        self._shut_s: float | None = None  # Since when they have had none.
 
     def __len__(self) -> int:
         """Suspects that have not proven themselves."""
@@ -122,14 +125,17 @@ class Suspects:
         """
         if self.alone in self._suspects:
             return
-        was_alone = bool(self.alone)
         first = min(self._suspects, key=self._order, default="")
         if not first or others is None:
-            self.alone, self._opened_s = first, None
-        elif was_alone or (self._opened_s is None and others < self._suspects[first].urgency):
-            self.alone, self._opened_s = "", now_s
-        elif self._opened_s is None or now_s - self._opened_s >= OPEN_TURN_S:
-            self.alone, self._opened_s = first, None
+            self.alone, self._opened_s, self._shut_s = first, None, None
+        elif self._opened_s is None:
+            patient = self._shut_s is None or now_s - self._shut_s < PATIENCE_S
+            if patient and others >= self._suspects[first].urgency:
+                self.alone, self._shut_s = first, now_s if self._shut_s is None else self._shut_s
+            else:
+                self.alone, self._opened_s, self._shut_s = "", now_s, None
+        elif now_s - self._opened_s >= OPEN_TURN_S:
+            self.alone, self._opened_s, self._shut_s = first, None, now_s
 
     def settle_in_s(self, now_s: float) -> float | None:
         """When to settle again although nothing has happened; None is never."""

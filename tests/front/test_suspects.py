@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batond.daemon.front.suspects import MOST_PROOF_TOKENS, OPEN_TURN_S, PROOF_TOKENS, Suspects
+from batond.daemon.front.suspects import MOST_PROOF_TOKENS, OPEN_TURN_S, PATIENCE_S, PROOF_TOKENS, Suspects
 
 HIGH, LOW = 0, 2
 
@@ -114,6 +114,19 @@ def test_urgent_work_waits_for_one_suspect_and_suspects_get_their_turns() -> Non
             assert suspects.alone == ""
             now_s += OPEN_TURN_S
     assert turns == ["", "a", "", "b", ""]
+
+
+def test_suspects_are_not_slowed_down_by_those_who_are_no_more_urgent() -> None:
+    """D3: after a chance death all streams go on soon, proof by proof; yet nobody waits for ever."""
+    suspects = Suspects()
+    suspects.engine_died(died_with(*"abcdefgh"))
+    now_s, turns = 100.0, ""
+    for _ in range(9):
+        suspects.settle(now_s, others=LOW)
+        turns += suspects.alone or "-"
+        suspects.heard(suspects.alone, PROOF_TOKENS)
+        now_s += OPEN_TURN_S if not suspects.alone else PATIENCE_S / 4
+    assert turns == "abcd-efgh"
 
 
 def test_the_more_urgent_suspect_goes_first() -> None:
