@@ -332,9 +332,17 @@ class Cluster:
             roles = [server.info("replication") for server in self.servers]
             linked = [one for one in roles if one["role"] == "slave" and one["master_link_status"] == "up"]
             fine = all(self._cluster_info(one)["cluster_state"] == "ok" for one in self.servers)
-            return fine and len(linked) == len(self.servers) - 3
+            seen = all(self._sees_replicas(one) for one in self.servers)
+            return fine and seen and len(linked) == len(self.servers) - 3
 
         await_true("the Cluster is whole", whole)
+
+    def _sees_replicas(self, server: RedisServer) -> bool:
+        """Whether this node knows all replicas as such: that takes a round of gossip."""
+        with server.client() as client:
+            slots = cast("Any", client).execute_command("CLUSTER", "SLOTS")
+        nodes = {int(node[1]) for _, _, *nodes in slots for node in nodes}
+        return nodes == {one.port for one in self.servers}
 
     @staticmethod
     def _cluster_info(server: RedisServer) -> dict[str, str]:

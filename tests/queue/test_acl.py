@@ -180,7 +180,6 @@ async def test_the_keys_and_channels_of_others_are_refused(
         ("CONFIG", "GET", "*"),
         ("ACL", "LIST"),
         ("SHUTDOWN",),
-        ("DEBUG", "SLEEP", "0"),
     ]
     try:
         for words in refused:
