@@ -80,12 +80,15 @@ class NewsFeed:
                 self.up = False
             await asyncio.sleep(RETRY_S)
             self._changed = set(self._wanted)
-            self._change.set()
+            if self._wanted:
+                self._change.set()
 
     async def _serve(self, pubsub: PubSub) -> None:
         sent: set[str] = set()
         await self._send(pubsub, sent)  # Connects; there is nothing to read before.
         connection: Any = pubsub.connection
+        if connection is None:  # Whoever watched has left before there was a connection.
+            return
         # Reader and writer must not both mend a broken connection; it goes back to its pool as it was.
         kept, connection.retry = connection.retry, Retry(NoBackoff(), 0)
         self.up = True

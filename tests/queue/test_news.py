@@ -164,3 +164,25 @@ async def test_more_calls_at_once_than_connections_wait_for_one(queue: Queue) ->
     async with asyncio.timeout(TIMEOUT_S):
         found = await asyncio.gather(*(queue.store.get("t", "a") for _ in range(300)))
     assert {record.job_id for record in found} == {"a"}
+
+
+async def test_watchers_that_leave_while_the_connection_is_down_end_nothing(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing to subscribe to then: no connection is made, and the next watcher is served."""
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    heard = asyncio.Event()
+    feed = NewsFeed(queue.another()._client.pubsub, queue.store.keys, lambda *_: heard.set())
+    feed.listen("t", "a")
+    feed.leave("t", "a")
+    running = asyncio.create_task(feed.run())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # It has taken the change up.
+    feed.listen("t", "b")
+    done, _ = await asyncio.wait(
+        [running, asyncio.create_task(heard.wait())], timeout=TIMEOUT_S, return_when="FIRST_COMPLETED"
+    )
+    assert running not in done
+    assert heard.is_set()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
