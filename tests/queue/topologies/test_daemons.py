@@ -64,7 +64,7 @@ def place_keys(place: Sentinels | Cluster) -> dict[str, Any]:
 def fail_over(place: Sentinels | Cluster) -> None:
     """Kills the primary of the daemons' queue, and brings it back as a replica: some wait for one.
 
-    Its replicas have all jobs by then: without `wait_replicas` a busy machine could lose one that was accepted.
+    Its replicas have all jobs by then: without `wait_replicas` one that was accepted could be lost.
     """
     key = Keys(MODEL).base
     primary = place.primary_of(key) if isinstance(place, Cluster) else place.primary
