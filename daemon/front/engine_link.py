@@ -21,7 +21,7 @@ from batond.daemon.wire.channel import ChannelClosed, ChannelError, FrontChannel
 from batond.daemon.wire.messages import Begins, EngineFailed, LoadFailed, Loading, Ready, StepEvents, Stop
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     from batond.daemon.wire.messages import Command, Event
     from batond.daemon.wire.settings import EngineSettings
@@ -215,7 +215,7 @@ class EngineLink:
                 if isinstance(event, StepEvents):
                     self._handling = True
                     try:
-                        await handler.engine_step(event)
+                        await _taken(handler.engine_step(event))
                     finally:
                         self._handling = False
                         self._heard_s = time.monotonic()
@@ -285,3 +285,12 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+async def _taken(handled: Awaitable[None]) -> None:
+    """A step that can't be taken in ends the engine that said it, and not the front."""
+    try:
+        await handled
+    except Exception as error:
+        _log.exception("engine_step_refused")
+        raise ChannelError(f"a step can't be taken in: {error!r}") from error

@@ -225,3 +225,21 @@ async def test_an_engine_that_waits_for_us_is_not_silent(
     room.set()
     await ear.until(lambda: len(ear.steps) > seen)
     assert link.silent_s < TIMEOUT_S
+
+
+async def test_a_step_that_cannot_be_taken_in_ends_the_engine_and_not_the_front(ear: Ear) -> None:
+    """D3: it names a choice that there is not, say; a new engine begins from what is committed."""
+
+    class Shocked(Ear):
+        async def engine_step(self, step: StepEvents) -> None:
+            await super().engine_step(step)
+            if self.notes.count("step") == 1:
+                raise IndexError("no such choice")
+
+    ear, link = Shocked(), link_to("serve")
+    task = asyncio.create_task(link.run(ear))
+    await ear.until(lambda: ear.notes.count("up fake") == 2 and ear.notes.count("step") > 1)
+    assert "down" in ear.notes
+    await link.stop()
+    async with asyncio.timeout(TIMEOUT_S):
+        await task
