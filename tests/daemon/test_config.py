@@ -73,7 +73,7 @@ def test_the_file_is_the_flag_else_the_variable_else_the_default(
         ("[engine]\nrow = 2\n", r"engine\.row: unknown key 'row', did you mean 'rows'\?"),
         ("[engin]\nrows = 2\n", r"engin: unknown key 'engin', did you mean 'engine'\?"),
         ("[[tenants]]\nname='a'\ntoken_sha265='x'\n", "did you mean 'token_sha256'"),
-        ("[server]\nzzz = 1\n", "known are admin_socket, admin_users, allow_insecure, listen"),
+        ("[server]\nzzz = 1\n", "known are admin_socket, admin_users, advertise, allow_insecure"),
         ("[engine]\nrows = 0\n", r"engine\.rows: .*greater than or equal to 1 \(got 0\)"),
         ("[engine]\nrows = 'many'\n", r"engine\.rows: .*integer"),
         ("[engine\n", "not valid TOML"),
