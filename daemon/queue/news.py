@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SILENCE_S: Final = 30.0  # After this a server that says nothing is asked whether it is there.
 RETRY_S: Final = 1.0
+CANCEL_EVERY_S: Final = 0.2
 HEARD: Final = frozenset({"subscribe", "message"})
 
 _log = structlog.get_logger(__name__)
@@ -74,8 +75,8 @@ class NewsFeed:
             try:
                 async with self._open() as pubsub:
                     await self._serve(pubsub)
-            except* (RedisError, OSError) as errors:
-                _log.warning("news_lost", error=str(errors.exceptions[0]), watched=len(self._wanted))
+            except (RedisError, OSError) as error:
+                _log.warning("news_lost", error=str(error), watched=len(self._wanted))
             finally:
                 self.up = False
             await asyncio.sleep(RETRY_S)
@@ -92,11 +93,13 @@ class NewsFeed:
         # Reader and writer must not both mend a broken connection; it goes back to its pool as it was.
         kept, connection.retry = connection.retry, Retry(NoBackoff(), 0)
         self.up = True
+        tasks = [asyncio.create_task(self._read(pubsub)), asyncio.create_task(self._write(pubsub, sent))]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read(pubsub))
-                tasks.create_task(self._write(pubsub, sent))
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
+            await _end(tasks)
             connection.retry = kept
 
     async def _write(self, pubsub: PubSub, sent: set[str]) -> None:
@@ -137,3 +140,12 @@ class NewsFeed:
     def _note(self, channel: str) -> None:
         self._changed.add(channel)
         self._change.set()
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancels until all have ended: the client's `wait_for` can swallow one cancel on Python 3.11."""
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_EVERY_S)
+    await asyncio.gather(*tasks, return_exceptions=True)  # Their errors are known, or of no interest.

@@ -6,6 +6,8 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from batond.bench.fake_engine import fake_text, fake_tokens
 from batond.clients import Chunk, Finished
 from batond.clients.model import JobState
@@ -62,6 +64,7 @@ async def restart_all(fleet: Any) -> None:
         await asyncio.to_thread(daemon.restart)
 
 
+@pytest.mark.slow
 async def test_a_rolling_restart_costs_no_token_and_no_error(fleet: Any) -> None:
     """V2, D3: with streams of every kind on every daemon, by clients that know all addresses."""
     fleet.start("m", "m", "m", lease_s=15.0)
@@ -104,6 +107,7 @@ async def leaves_nothing(url: str) -> None:
     assert not kinds & {"owner", "leases", "queue", "line", "turn", "holds", "due", "dead"}
 
 
+@pytest.mark.slow
 async def test_a_daemon_that_is_killed_loses_no_stream(fleet: Any) -> None:
     """D3: the client goes on at another address, from its next token, once the lease is over."""
     victim, _ = fleet.start("m", "m", lease_s=2.0)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Self
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
 
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from batond.daemon.errors import UnavailableError
 from batond.daemon.front.follow import Ended, Follower
 from batond.daemon.front.hub import Hub
 from batond.daemon.queue import Chunk, JobState, NewsFeed
 from batond.daemon.queue import news as module
+from batond.daemon.queue.keys import Keys
 from batond.daemon.queue.look import Look, Sight
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    import pytest
 
     from tests.queue.conftest import Queue
 
@@ -28,7 +32,10 @@ class Daemon:
         self.store = queue.another()
         self.hub = Hub()
         self.feed = self.hub.listener = NewsFeed(self.store._client.pubsub, self.store.keys, self.hub.poke)
-        self.follower = Follower(self.store, self.hub, stopping=lambda: False, deaf=lambda: not self.feed.up)
+        self.stops = False
+        self.follower = Follower(
+            self.store, self.hub, stopping=lambda: self.stops, deaf=lambda: not self.feed.up
+        )
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self.feed.run())
@@ -102,6 +109,62 @@ async def test_a_broken_connection_is_made_anew_and_nothing_is_missed(
             await queue.commit(queue.step(job, index, index))
             assert (await seen).token_ids == [index]
         await stream.aclose()
+
+
+async def test_a_daemon_that_stops_sends_watchers_of_other_daemons_on_at_once(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V2: with the index to go on from."""
+    monkeypatch.setattr("batond.daemon.front.follow.POLL_S", 3600.0)
+    await queue.submit("a")
+    job = await queue.claim_one()
+    await queue.commit(queue.step(job, 0, 0, 1))
+    async with Daemon(queue) as daemon, asyncio.timeout(TIMEOUT_S):
+        stream = tokens(daemon, "a")
+        assert (await anext(stream)).token_ids == [0, 1]
+        end = asyncio.ensure_future(anext(stream))
+        await daemon.listening(queue, "a")
+        daemon.stops = True
+        daemon.hub.poke_all()
+        with pytest.raises(UnavailableError) as caught:
+            await end
+        assert (caught.value.reason, caught.value.details["next_token_index"]) == ("STOPPING", "2")
+    assert daemon.hub.waiting == 0
+
+
+class Breaking:
+    """A subscriber whose connection breaks in the moment in which its reader is cancelled."""
+
+    def __init__(self) -> None:
+        self.connection = SimpleNamespace(retry=None)
+        self.read = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def subscribe(self, *_: str) -> None: ...
+
+    async def get_message(self, **_: float) -> None:
+        self.read.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise RedisConnectionError("closed by the writer") from None
+
+
+async def test_a_feed_ends_even_if_its_connection_breaks_meanwhile() -> None:
+    """V2: a daemon that stops must not wait for it for ever."""
+    pubsub: Any = Breaking()
+    feed = NewsFeed(lambda: pubsub, Keys("m"), lambda *_: None)
+    feed.listen("t", "a")
+    task = asyncio.create_task(feed.run())
+    async with asyncio.timeout(TIMEOUT_S):
+        await pubsub.read.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 async def test_many_jobs_of_one_feed(queue: Queue) -> None:
