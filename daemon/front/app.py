@@ -153,7 +153,8 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
         engine = asyncio.create_task(link.run(listener), name="engine")
         stack.push_async_callback(_end_engine, link, engine)
         notifier.loading("starting", EXTEND_START_S)
-        target = await stack.enter_async_context(_redis(settings))
+        embedded = None if settings.queue.named else EmbeddedRedis(settings.queue.state_dir)
+        target = await stack.enter_async_context(_redis(settings, embedded))
         _log.info("redis", server=await check_target(target))
         tokenizer = await asyncio.to_thread(parts.load_tokenizer, resolve_model_path(settings.model.path))
         ready = await _unless(stop, engine, listener.first_ready)
@@ -168,6 +169,8 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
                 tls_files=tls_files,
                 reread=reread,
             )
+            if embedded is not None:
+                front.show_restarts(embedded)
             await front.run(stop, reload, engine, notifier)
         notifier.stopping("stopped")
     _log.info("stopped")
@@ -293,6 +296,10 @@ class _Front:
         listener.dispatcher = self._dispatcher
         self._metrics.engine_up.set(1)
 
+    def show_restarts(self, embedded: EmbeddedRedis) -> None:
+        """Let the metrics say how often the private Redis died."""
+        self._metrics.embedded_restarts.set_function(lambda: embedded.restarts)
+
     async def run(
         self, stop: asyncio.Event, reload: asyncio.Event, engine: asyncio.Task[None], notifier: Notifier
     ) -> None:
@@ -412,16 +419,17 @@ class _Clients:
 
 
 @contextlib.asynccontextmanager
-async def _redis(settings: Settings) -> AsyncIterator[RedisTarget | str]:
+async def _redis(settings: Settings, embedded: EmbeddedRedis | None) -> AsyncIterator[RedisTarget | str]:
     """The configured servers, or a private one that lives as long as the daemon."""
-    if settings.queue.named:
+    if embedded is None:
         yield target_of(settings.queue)
         return
-    embedded = EmbeddedRedis(settings.queue.state_dir)
     await asyncio.to_thread(embedded.start)
+    guard = asyncio.create_task(embedded.keep_running(), name="embedded Redis")
     try:
         yield embedded.url
     finally:
+        await _end([guard])
         await asyncio.to_thread(embedded.stop)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -20,7 +23,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
-from batond.daemon.errors import ConfigError, UnavailableError
+from batond.daemon.errors import BatondError, ConfigError, UnavailableError
 
 if TYPE_CHECKING:
     from typing import IO
@@ -32,6 +35,14 @@ STOP_TIMEOUT_S: Final = 20.0
 POLL_S: Final = 0.01
 SOCKET_PATH_BYTES: Final = 100  # sun_path has 108; some are Redis's own.
 LOG_TAIL_BYTES: Final = 2000
+WATCH_EVERY_S: Final = 0.2
+LONGEST_PAUSE_S: Final = 10.0  # Between tries to start a server again.
+#: Has the kernel end the server with the daemon, however that ends (Linux): PR_SET_PDEATHSIG, then exec. The
+#: server takes SIGTERM as SHUTDOWN. The kernel goes by the thread that started it: asyncio's pool keeps its own.
+_TIED: Final = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit('the daemon is gone'); os.execv(sys.argv[2], sys.argv[2:])"
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -64,6 +75,9 @@ class EmbeddedRedis:
     Files: `<state_dir>/redis/` (mode 0700) with the append-only file, the log, a lock and, where the path is
     short enough for one, the socket. There is no TCP port.
 
+    Attributes:
+        restarts: Servers that died and were replaced.
+
     Args:
         state_dir: The daemon's; made if missing.
         fsync: `appendfsync`: `everysec` may lose the last second if the machine (not the process) dies;
@@ -77,6 +91,8 @@ class EmbeddedRedis:
         self._server = server
         self._process: subprocess.Popen[bytes] | None = None
         self._lock: IO[str] | None = None
+        self._changing = threading.Lock()  # A restart and a stop may come from different threads.
+        self.restarts = 0
         self.socket_path = _socket_path(self.folder)
 
     @property
@@ -97,30 +113,63 @@ class EmbeddedRedis:
                 won't start.
             UnavailableError: It did not get ready in time.
         """
-        server = self._server or find_server()
         for folder in (self.folder, self.socket_path.parent):
             _make_private(folder)
         self._lock = _take_lock(self.folder / "lock")
         try:
             self._end_orphan()
+            self._launch()
+        except BaseException:
+            self.stop()
+            raise
+
+    async def keep_running(self) -> None:
+        """Starts a server that died again, in the same folder, until cancelled; jobs wait in the meantime."""
+        pause_s = WATCH_EVERY_S
+        while True:
+            await asyncio.sleep(pause_s)
+            process = self._process
+            if process is None or process.poll() is None:
+                pause_s = WATCH_EVERY_S
+                continue
+            _log.error("redis_died", pid=process.pid, code=process.returncode, log=self._log_tail())
+            try:
+                await asyncio.to_thread(self._restart)
+            except BatondError as error:
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                _log.error("redis_not_started", error=error.message, again_in_s=pause_s)
+
+    def _restart(self) -> None:
+        with self._changing:
+            if self._process is not None:  # Nobody has stopped it meanwhile.
+                self.restarts += 1
+                self._launch()
+
+    def _launch(self) -> None:
+        """Start a server and wait until it has loaded its data."""
+        server = self._server or find_server()
+        command = [str(server), *self._settings()]
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *command]
+        with _take_server_lock(self.folder / "server.lock") as lock:
             self._process = subprocess.Popen(  # noqa: S603 - our own arguments, no shell
-                [str(server), *self._settings()],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=self.folder,
                 # A Ctrl-C is for the daemon: it drains first, and needs Redis for that.
                 start_new_session=True,
+                # It holds the lock as long as it lives: none other touches its file before it is gone.
+                pass_fds=(lock.fileno(),),
             )
-            self._await_ready()
-        except BaseException:
-            self.stop()
-            raise
+        self._await_ready()
         _log.info("redis_started", server=str(server), pid=self._process.pid, folder=str(self.folder))
 
     def stop(self) -> None:
         """Ends the server; it flushes its file first. Does nothing if it does not run."""
-        process, self._process = self._process, None
+        with self._changing:
+            process, self._process = self._process, None
         if process is not None and process.poll() is None:
             process.terminate()  # Redis takes SIGTERM as SHUTDOWN.
             try:
@@ -247,6 +296,28 @@ def _take_lock(path: Path) -> IO[str]:
             setting="state_dir",
         ) from error
     return lock
+
+
+def _take_server_lock(path: Path) -> IO[str]:
+    """Waits until no server uses the folder; an earlier one may still write its file to the end.
+
+    Raises:
+        ConfigError: One does not end.
+    """
+    lock = path.open("w")
+    deadline_s = time.monotonic() + STOP_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                lock.close()
+                raise ConfigError(
+                    f"an earlier embedded Redis still uses {path.parent}: end it by hand", path=path
+                ) from error
+            time.sleep(POLL_S)
+        else:
+            return lock
 
 
 def _alive(pid: int) -> bool:

@@ -148,6 +148,11 @@ class Metrics:
         self.dead_jobs = Gauge("batond_dead_jobs", "Entries of the dead-letter list.", registry=registry)
         self.claimed_jobs = Gauge("batond_claimed_jobs", "Jobs this daemon holds.", registry=registry)
         self.unsaved_steps = Gauge("batond_unsaved_steps", "Steps not yet in Redis.", registry=registry)
+        self.embedded_restarts = Gauge(
+            "batond_embedded_redis_restarts",
+            "Times the private Redis died and was started again.",
+            registry=registry,
+        )
         self.unsaved_bytes = Gauge(
             "batond_unsaved_bytes", "About what the steps not yet in Redis take; bounded.", registry=registry
         )

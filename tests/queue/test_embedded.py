@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import stat
@@ -11,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import msgspec
+import psutil
 import pytest
 import redis
 import redis.asyncio
@@ -88,8 +90,8 @@ async def test_a_server_that_outlived_its_daemon_is_taken_over(tmp_path: Path, s
     """D3: the daemon is killed, its Redis lives on; the next daemon ends it and keeps its jobs."""
     script = (
         "import os, sys, pathlib; from batond.daemon.queue import EmbeddedRedis\n"
-        "server = EmbeddedRedis(pathlib.Path(sys.argv[1])); server.start(); print(server.pid, flush=True)\n"
-        "os.kill(os.getpid(), 9)"
+        "sys.platform = 'elsewhere'; server = EmbeddedRedis(pathlib.Path(sys.argv[1])); server.start()\n"
+        "print(server.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     dead = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", script, str(tmp_path)], capture_output=True, check=False
@@ -104,6 +106,52 @@ async def test_a_server_that_outlived_its_daemon_is_taken_over(tmp_path: Path, s
         assert await claim(server) == ["a"]
     finally:
         server.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_a_server_ends_with_its_daemon(tmp_path: Path) -> None:
+    """V2: killed, or ended by a second SIGTERM while it loads: no server is left that nobody knows of."""
+    script = (
+        "import os, sys, pathlib; from batond.daemon.queue import EmbeddedRedis\n"
+        "server = EmbeddedRedis(pathlib.Path(sys.argv[1])); server.start(); print(server.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    dead = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, check=False)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr
+    pid = int(dead.stdout.split()[-1])
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait(timeout=30)
+
+
+async def test_a_server_that_dies_is_started_again(tmp_path: Path, spec: bytes) -> None:
+    """D4: in the same folder, as often as it dies, with all that was accepted."""
+    server = EmbeddedRedis(tmp_path)
+    await asyncio.to_thread(server.start)
+    guard = asyncio.create_task(server.keep_running())
+    try:
+        for deaths in (1, 2):
+            await submit(server, f"j{deaths}", spec)
+            first = server.pid
+            assert first is not None
+            os.kill(first, signal.SIGKILL)
+            async with asyncio.timeout(30), open_async(server.url) as client:
+                while not await _answers(client, server, first):  # noqa: ASYNC110 - the server says it
+                    await asyncio.sleep(0.02)
+            assert server.restarts == deaths
+        assert sorted(await claim(server)) == ["j1", "j2"]
+    finally:
+        guard.cancel()
+        await asyncio.gather(guard, return_exceptions=True)
+        await asyncio.to_thread(server.stop)
+    assert server.pid is None
+
+
+async def _answers(client: redis.asyncio.Redis, server: EmbeddedRedis, but: int) -> bool:
+    """Whether another server than `but` answers."""
+    try:
+        return server.pid not in {None, but} and bool(await client.ping())
+    except redis.RedisError:
+        return False
 
 
 def test_the_state_directory_is_private_and_has_one_user(tmp_path: Path) -> None:
