@@ -251,9 +251,10 @@ def load_command(  # noqa: PLR0917 - typer calls it by name
     waiting: Annotated[int, typer.Option(help="Jobs submitted over gRPC that nobody runs.")] = 20_000,
     at_once: Annotated[int, typer.Option(help="Submits under way at any time.")] = 64,
     rounds: Annotated[int, typer.Option(help="Turns of each measurement and its floor.")] = 4,
-    streams: Annotated[int, typer.Option(help="Open at once; each gets a token a step.")] = 1000,
-    step: Annotated[float, typer.Option(help="Seconds between two tokens of a stream.")] = 0.2,
-    seconds: Annotated[float, typer.Option(help="How long all streams are open.")] = 10.0,
+    streams: Annotated[int, typer.Option(help="Open at once.")] = 1000,
+    rows: Annotated[str, typer.Option(help="Of the batch: so many streams get a token a step.")] = "1000,250",
+    tokens: Annotated[int, typer.Option(help="A second, of all streams together.")] = 5000,
+    seconds: Annotated[float, typer.Option(help="How long tokens are timed.")] = 10.0,
     output: Annotated[Path | None, typer.Option(help="Also write every figure as JSON.")] = None,
 ) -> None:
     """Measure queue and front on an engine that computes nothing, each against the bare thing in turn."""
@@ -266,7 +267,8 @@ def load_command(  # noqa: PLR0917 - typer calls it by name
         at_once=at_once,
         rounds=rounds,
         streams=streams,
-        step_s=step,
+        rows=tuple(int(number) for number in rows.split(",")),
+        tokens_per_s=tokens,
         window_s=seconds,
     )
     configure_logging("warning", "console")

@@ -43,9 +43,10 @@ class Options:
         waiting: Jobs submitted over gRPC that nobody runs.
         at_once: Submits under way at any time.
         rounds: Turns of each measurement and its floor.
-        streams: Open at once; each gets a token a step.
-        step_s: Time between two tokens of a stream.
-        window_s: How long all streams are open.
+        streams: Open at once.
+        rows: Of the batch, each in turn; as many streams get a token a step, the others wait.
+        tokens_per_s: Of all streams together.
+        window_s: How long tokens are timed.
     """
 
     jobs: int = 12_000
@@ -54,7 +55,8 @@ class Options:
     at_once: int = 64
     rounds: int = 4
     streams: int = 1000
-    step_s: float = 0.2
+    rows: tuple[int, ...] = (1000, 250)
+    tokens_per_s: int = 5000
     window_s: float = 10.0
 
 
@@ -66,7 +68,7 @@ class LoadReport:
         options: Sizes.
         queue: A kind of work each.
         submits: Over gRPC.
-        streams: The bare server's first, then the daemon's.
+        streams: For each number of rows the bare server's and the daemon's.
     """
 
     options: Options
@@ -115,9 +117,18 @@ def run(options: Options, tell: Callable[[str], None]) -> LoadReport:
             rounds=options.rounds,
             tell=tell,
         )
-        streams = load_front.streams(
-            folder, count=options.streams, step_s=options.step_s, window_s=options.window_s, tell=tell
-        )
+        streams = [
+            delays
+            for rows in options.rows
+            for delays in load_front.streams(
+                folder,
+                count=options.streams,
+                rows=rows,
+                step_s=min(rows, options.streams) / options.tokens_per_s,
+                window_s=options.window_s,
+                tell=tell,
+            )
+        ]
     return LoadReport(options=options, queue=queue, submits=submits, streams=streams)
 
 
@@ -193,12 +204,24 @@ def _submit_table(rate: SubmitRate) -> Table:
 def _stream_table(delays: Sequence[StreamDelays]) -> Table:
     table = _table(
         "Tokens from engine to caller; CPU time in ms a thousand tokens",
-        ("server", "streams", "step, s", "tokens/s", "p50, ms", "p99, ms", "max, ms", "CPU", "broken"),
+        (
+            "server",
+            "streams",
+            "rows",
+            "step, s",
+            "tokens/s",
+            "p50, ms",
+            "p99, ms",
+            "max, ms",
+            "CPU",
+            "broken",
+        ),
     )
     for one in delays:
         table.add_row(
             one.server,
             f"{one.streams:,}",
+            f"{one.rows:,}",
             f"{one.step_s:g}",
             f"{one.tokens_per_s:,.0f}",
             f"{one.p50_ms:.1f}",

@@ -1,8 +1,8 @@
 """The callers, in a process of their own: `python -m batond.bench.load_client JSON`, a `Task` as JSON.
 
 It says "ready" when its channels are connected and begins when it is sent a line. Streams say "steady" when
-each has had a token, and "ending" a while later, or when the first has ended: between the two all are open.
-The last line is a `Result`.
+as many as there are rows have had a token, and "ending" a while later, or when the first has ended. The last
+line is a `Result`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         calls: Jobs to submit, or streams to open.
         at_once: Submits under way at any time.
         max_tokens: Of each stream; 0 submits and does not look.
+        rows: Streams that can have tokens at the same time; 0 is all.
         window_s: Streams are closed so long after the last has begun; 0 waits for their end.
         prompt_tokens: Of each job.
     """
@@ -44,6 +45,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     calls: int
     at_once: int = 1
     max_tokens: int = 0
+    rows: int = 0
     window_s: float = 0.0
     prompt_tokens: int = 32
 
@@ -54,7 +56,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         wall_s: From the first call to the last answer.
         latencies_ms: Of submits.
-        delays_ms: From the stamp in a token's text to its receipt, while all streams were open.
+        delays_ms: From the stamp in a token's text to its receipt, between "steady" and "ending".
         tokens: Received in all.
         broken: Streams that did not bring each token once and in order, all of them if they were not closed.
         behind: Tokens that came together with an earlier one of their stream, in one message.
@@ -188,7 +190,7 @@ class Callers:
 
     def _begun(self) -> None:
         self._first_tokens += 1
-        if self._first_tokens == self._task.calls and not self._ending_ns:
+        if self._first_tokens == (self._task.rows or self._task.calls) and not self._ending_ns:
             self._steady_ns = time.monotonic_ns()
             self._all_begun.set()
             say("steady")
@@ -223,7 +225,7 @@ class Callers:
                 delays_ms += [(at_ns - stamp) / 1e6 for stamp in stamps]
         if not self._task.window_s:
             complete &= received == self._task.max_tokens
-        return received, complete and received > 0, together
+        return received, complete, together
 
 
 async def _main() -> None:

@@ -1,7 +1,7 @@
 """A bare gRPC server with the daemon's messages and nothing behind them: the floor the front is held against.
 
-`python -m batond.bench.load_echo SOCKET STEP_S`. It answers a submit with the job as the front would show it,
-and a stream with a token a step, all streams at the same moment, as they come from an engine.
+`python -m batond.bench.load_echo SOCKET ROWS STEP_S`. It answers a submit with the job as the front would
+show it, and a stream with a token a step, all streams at the same moment, as they come from an engine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ class Echo(jobs_pb2_grpc.JobServiceServicer):
     """Answers at once.
 
     Args:
+        rows: Streams that get tokens; those opened later wait.
         step_s: Time between two tokens of a stream.
     """
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    def __init__(self, rows: int, step_s: float) -> None:
+        self._free, self._step_s = rows, step_s
         self._stamp = ""
         self._beat = asyncio.Event()
         self._tokens: dict[str, int] = {}
@@ -63,6 +64,9 @@ class Echo(jobs_pb2_grpc.JobServiceServicer):
         await self._stream(self._tokens.pop(request.job_id), context, jobs_pb2.WatchJobResponse)
 
     async def _stream(self, tokens: int, context: Any, response: Any) -> None:
+        if not self._free:
+            await asyncio.Event().wait()  # Until the caller leaves.
+        self._free -= 1
         for index in range(tokens):
             await self._beat.wait()
             event = types_pb2.StreamEvent(sequence=index)
@@ -73,10 +77,10 @@ class Echo(jobs_pb2_grpc.JobServiceServicer):
             await context.write(response(event=event))
 
 
-async def serve(path: str, step_s: float) -> None:
+async def serve(path: str, rows: int, step_s: float) -> None:
     """Serve until killed."""
     server = grpc.aio.server()
-    echo = Echo(step_s)
+    echo = Echo(rows, step_s)
     jobs_pb2_grpc.add_JobServiceServicer_to_server(echo, server)
     server.add_insecure_port(f"unix:{path}")
     await server.start()
@@ -84,4 +88,4 @@ async def serve(path: str, step_s: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], float(sys.argv[2])))
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))

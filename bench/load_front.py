@@ -79,6 +79,7 @@ class StreamDelays:
     Attributes:
         server: "daemon" or "bare".
         streams: Open at once.
+        rows: Of them get tokens; the others wait.
         step_s: Time between two tokens of a stream.
         window_s: How long all were open.
         tokens_per_s: Received in that time, a second.
@@ -93,6 +94,7 @@ class StreamDelays:
 
     server: str
     streams: int
+    rows: int
     step_s: float
     window_s: float
     tokens_per_s: float
@@ -188,9 +190,9 @@ def daemon_on(folder: Path, *, rows: int, step_s: float) -> Iterator[LocalDaemon
 
 
 @contextlib.contextmanager
-def _bare(folder: Path, step_s: float) -> Iterator[Process]:
+def _bare(folder: Path, rows: int, step_s: float) -> Iterator[Process]:
     socket = folder / "echo.sock"
-    with _process("load_echo", str(socket), str(step_s)) as server:
+    with _process("load_echo", str(socket), str(rows), str(step_s)) as server:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not socket.exists():
             if time.monotonic() > deadline_s:
@@ -249,7 +251,7 @@ def submits(
         tell: Hears what is being done.
     """
     a_round = jobs // rounds
-    with daemon_on(folder / "submits", rows=1, step_s=NEVER_S) as daemon, _bare(folder, NEVER_S) as bare:
+    with daemon_on(folder / "submits", rows=1, step_s=NEVER_S) as daemon, _bare(folder, 1, NEVER_S) as bare:
         pids = _pids(daemon)
         target, echo = f"unix:{daemon.socket}", f"unix:{folder / 'echo.sock'}"
         token = daemon.tokens[TENANT]
@@ -293,24 +295,34 @@ def _memory(daemon: LocalDaemon, pids: Mapping[str, int]) -> tuple[int, int]:
 
 
 def streams(
-    folder: Path, *, count: int, step_s: float, window_s: float, tell: Callable[[str], None]
+    folder: Path, *, count: int, rows: int, step_s: float, window_s: float, tell: Callable[[str], None]
 ) -> list[StreamDelays]:
-    """Open streams that all get a token a step, first at the bare server, then at the daemon.
+    """Open streams of which as many as there are rows get a token a step: at the bare server, at the daemon.
 
     Args:
         folder: For sockets and the queue.
-        count: Streams, and rows of the batch.
+        count: Streams.
+        rows: Of the batch; streams beyond them wait.
         step_s: Time of a step.
         window_s: How long all are open.
         tell: Hears what is being done.
     """
-    task = Task(target="", token="", prefix="s", calls=count, max_tokens=MANY_TOKENS, window_s=window_s)
-    tell(f"{count} streams at the bare server")
-    with _bare(folder, step_s) as bare:
+    task = Task(
+        target="",
+        token="",
+        prefix="s",
+        calls=count,
+        rows=min(rows, count),
+        max_tokens=MANY_TOKENS,
+        window_s=window_s,
+    )
+    shape = f"{count} streams, {rows} rows"
+    tell(f"{shape}: the bare server")
+    with _bare(folder, rows, step_s) as bare:
         target = f"unix:{folder / 'echo.sock'}"
         floor = call(msgspec.structs.replace(task, target=target), {"bare": bare.pid})
-    tell(f"{count} streams at the daemon")
-    with daemon_on(folder / "streams", rows=count, step_s=step_s) as daemon:
+    tell(f"{shape}: the daemon")
+    with daemon_on(folder / f"streams-{rows}", rows=rows, step_s=step_s) as daemon:
         task = msgspec.structs.replace(task, target=f"unix:{daemon.socket}", token=daemon.tokens[TENANT])
         done = call(task, _pids(daemon))
     return [_delays("bare", step_s, task, *floor), _delays("daemon", step_s, task, *done)]
@@ -322,6 +334,7 @@ def _delays(server: str, step_s: float, task: Task, result: Result, spent: Spent
     return StreamDelays(
         server=server,
         streams=task.calls,
+        rows=task.rows,
         step_s=step_s,
         window_s=spent.wall_s,
         tokens_per_s=measured / spent.wall_s if spent.wall_s else 0.0,
