@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from batond.daemon.errors import BatondError, ConfigError, ExhaustedError, UnavailableError
+from batond.daemon.front.merge import Merger
 from batond.daemon.queue import CommitResult, HandBackOutcome, Refusal, Why
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.wire.messages import HandBack
@@ -95,26 +96,39 @@ class Committer:
         await reached.wait()
 
     async def run(self) -> None:
-        """Commit and deliver until cancelled."""
+        """Commit and deliver until cancelled; steps that wait already go with the one before them."""
+        following = None
         while True:
-            item = await self._steps.get()
+            item = following or await self._steps.get()
+            following = None
             if isinstance(item, asyncio.Event):
                 item.set()
                 continue
             steps, size = item
-            started_s = time.monotonic()
-            result = await self._commit([step.commit for step in steps])
-            self._metrics.commit.observe(time.monotonic() - started_s)
-            refused = {(r.tenant, r.job_id): r.why for r in result.refused}
-            for step in steps:
-                why = refused.get((step.held.tenant, step.held.job_id))
-                if why is None:
-                    self._deliver(step)
-                else:
-                    await self._drop(step.held, why)
-            for tenant, job_id in result.cancel:
-                self._cancel(tenant, job_id)
+            merger = Merger(steps)
+            while not self._steps.empty():
+                following = self._steps.get_nowait()
+                if isinstance(following, asyncio.Event) or not merger.add(following[0]):
+                    break
+                size += following[1]
+                following = None
+            await self._save(merger.steps)
             self._kept(-size)
+
+    async def _save(self, steps: Sequence[JobStep]) -> None:
+        """Commit, one part a job, and deliver."""
+        started_s = time.monotonic()
+        result = await self._commit([step.commit for step in steps])
+        self._metrics.commit.observe(time.monotonic() - started_s)
+        refused = {(r.tenant, r.job_id): r.why for r in result.refused}
+        for step in steps:
+            why = refused.get((step.held.tenant, step.held.job_id))
+            if why is None:
+                self._deliver(step)
+            else:
+                await self._drop(step.held, why)
+        for tenant, job_id in result.cancel:
+            self._cancel(tenant, job_id)
 
     async def hand_back(self, held: HeldJob, *, charge: str = "") -> HandBackOutcome | None:
         """Give a job back with what is committed of it; its engine must not have it any more.

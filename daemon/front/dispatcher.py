@@ -14,6 +14,8 @@ Every task runs on one asyncio loop. `HeldJobs` is the state they share.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Final
 
@@ -228,9 +230,16 @@ class Dispatcher:
             _log.error("not_saved", jobs=len(leaving), steps=self._committer.unsaved)  # Their leases run out.
 
     async def _claim_forever(self) -> None:
+        claimed_s = -math.inf
         while not self.draining:
             self._wake.clear()
-            if self._desk.ready is None or not await self._claim():
+            # Without room a claim finds only what an answer that was lost had given: now and then is enough.
+            due = time.monotonic() - claimed_s >= IDLE_CLAIM_S
+            came = False
+            if self._desk.ready is not None and (due or self._room()):
+                claimed_s = time.monotonic()
+                came = await self._claim()
+            if not came:
                 await self._sleep_until_wake(IDLE_CLAIM_S)
         self._claims_ended.set()
 

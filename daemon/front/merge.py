@@ -1,7 +1,7 @@
 """Steps that wait for Redis, several as one: whoever is behind writes less, and so catches up.
 
 Of each job the parts are joined into one commit and one event. Watchers must not see a chunk end where Redis
-has none: a client that comes back to it would get text twice. So events are joined as commits are, or neither is.
+has none: a client that comes back to it would get text twice. So events are joined as commits are.
 """
 
 from __future__ import annotations
@@ -31,27 +31,34 @@ class Merger:
     """
 
     def __init__(self, steps: Sequence[JobStep]) -> None:
-        self._by_job = {id(step.held): step for step in steps}
+        self._by_job = {_name(step): step for step in steps}
+        self._twice = list(steps) if len(self._by_job) < len(steps) else None  # Left as it is.
 
     @property
     def steps(self) -> list[JobStep]:
         """One a job, in the order in which the jobs came."""
-        return list(self._by_job.values())
+        return self._twice or list(self._by_job.values())
 
     def add(self, steps: Sequence[JobStep]) -> bool:
         """Take in the next step, or change nothing: returns whether all of it could be joined."""
-        joined = {id(step.held): _join(self._by_job.get(id(step.held)), step) for step in steps}
+        joined = {_name(step): _join(self._by_job.get(_name(step)), step) for step in steps}
         whole = {key: step for key, step in joined.items() if step is not None}
-        if len(whole) < len(steps):
+        if self._twice or len(whole) < len(steps):
             return False
         self._by_job |= whole
         return True
+
+
+def _name(step: JobStep) -> tuple[str, str]:
+    return step.commit.tenant, step.commit.job_id
 
 
 def _join(first: JobStep | None, second: JobStep) -> JobStep | None:
     """Both steps of one job as one; None if they can't be."""
     if first is None:
         return second
+    if first.held is not second.held:
+        return None  # Two claims of one job: Redis answers for each by itself.
     # What happened to its row stands between the tokens, and must go on standing there.
     if first.usage is not None or not all(isinstance(event, Chunk) for event in second.events):
         return None

@@ -1,4 +1,4 @@
-"""Steps that wait are joined: nothing lost, nothing moved, no end of a chunk shown that Redis does not have."""
+"""Steps that wait are joined: nothing lost or moved, no end of a chunk shown that Redis does not have."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batond.daemon.front.steps import JobStep
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
 from batond.daemon.front.merge import MOST_TOKENS, Merger
+from batond.daemon.front.steps import JobStep
 from batond.daemon.queue import Chunk, JobState, StepCommit
 from batond.daemon.wire.messages import TokenLogprobs, Usage
 
@@ -80,6 +80,21 @@ def test_what_can_not_be_joined_waits_with_all_of_its_step(
     before = merger.steps
     assert not merger.add([step(mate, chunk(1)), step(held, *second.pop("chunks"), **second)])
     assert merger.steps == before
+
+
+def test_two_claims_of_a_job_are_not_in_one_commit() -> None:
+    """A refusal names the job: it must not be taken for that of the other claim (D4)."""
+    merger = Merger([step(job("1"), chunk(0))])
+    assert not merger.add([step(job("1"), chunk(1))])
+
+
+def test_a_job_that_is_twice_in_a_step_is_left_as_it_is() -> None:
+    held = job("1")
+    steps = [step(held, chunk(0)), step(held, chunk(1))]
+    merger = Merger(steps)
+    assert merger.steps == steps
+    assert not merger.add([step(job("2"), chunk(0))])
+    assert not Merger([]).add(steps)
 
 
 def test_choices_are_joined_each_by_itself() -> None:
