@@ -83,7 +83,7 @@ def daemon(record: DaemonRecord) -> admin_pb2.Daemon:
 def timestamp(ms: float) -> timestamp_pb2.Timestamp:
     """Milliseconds since 1970; what lies beyond the year 9999, written by hand, is its end."""
     stamp = timestamp_pb2.Timestamp()
-    stamp.FromNanoseconds(int(min(max(ms, 0), LATEST_MS) * 1e6))
+    stamp.FromNanoseconds(int(min(max(ms, 0), LATEST_MS) * 1_000_000))
     return stamp
 
 
