@@ -29,6 +29,7 @@ MODEL: Final = "fake"
 TENANTS: Final = ("red", "blue")
 WAIT_S: Final = 60.0
 STARTS: Final = 3
+LOG_CHARS: Final = 1000
 
 
 class OwnRedis(EmbeddedRedis):
@@ -112,6 +113,11 @@ class Daemon(LocalDaemon):
     def start(self) -> None:
         """Start it again without waiting for it."""
         self.process = self._start()
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The end of its log, without the long lines of the configuration."""
+        words = [line for line in self.log.read_text(errors="replace").splitlines() if len(line) < LOG_CHARS]
+        return "\n".join(words[-lines:])
 
     def revive(self) -> None:
         """Start it again if it is dead; again if it is killed meanwhile.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from batond.clients import Client, JobInfo
 
 T = TypeVar("T")
-PATIENCE_S: Final = 15.0
+PATIENCE_S: Final = 60.0
 CLASSES: Final = ("interactive", "standard", "batch")
 ONE_TRY: Final = RetryPolicy(attempts=1, stream_attempts=1)
 

@@ -13,7 +13,7 @@ from batond.bench.faults.crew import Crew, OwnRedis
 from batond.bench.faults.proxy import RedisProxy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,6 +23,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             getattr(item, "fixturenames", ())
         ):
             item.add_marker(pytest.mark.redis)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shows the ends of the daemons' logs beside a failure."""
+    report = yield
+    if report.failed and "crew" in getattr(item, "funcargs", {}):
+        for place, daemon in enumerate(item.funcargs["crew"].daemons):
+            report.sections.append((f"log of daemon {place}", daemon.log_tail()))
+    return report
 
 
 @pytest.fixture

@@ -110,8 +110,8 @@ def bury(crew: Crew, tag: str) -> None:
         client.set(crew.keys.spec(f"{TENANT}/{spoilt.job_id}"), b"\x80\x04garbage", keepttl=True)
     for job in fill:
         insist(daemon, TENANT, lambda client, job=job: client.cancel(job.job_id))
-    info = insist(daemon, TENANT, lambda client: client.wait(spoilt.job_id))
-    assert info.state is JobState.FAILED
+    with crew.redis.client() as client:  # Its owner can't read it any more.
+        until(lambda: daemon.revive() or client.zcard(crew.keys.dead), "a dead letter")
     (name,) = [one.name for one in insist(daemon, "operator", lambda client: list(client.dead_jobs()))]
     for ask in (lambda client: client.retry_dead_job(name), lambda client: client.drop_dead_job(name)):
         insist(daemon, "operator", lambda client, ask=ask: unless_gone(ask, client))
@@ -161,6 +161,8 @@ READS: Final[dict[str, Life]] = {
     "dead_retry": bury,
 }
 LIVES: Final = {**WRITES, **READS}
+#: Made by the clock: how often tells nothing.
+TIMED: Final = frozenset({"renew", "reap", "counts"})
 #: In each run of the tests: after every write, and before the one that is made most.
 FEW: Final = (
     *((name, AFTER) for name in WRITES if WRITES[name] not in {bury, start}),
@@ -219,7 +221,7 @@ def test_a_daemon_killed_at_a_call_loses_and_doubles_nothing(
     crew: Crew, trace: Callable[[Life], Counter[str]], name: str, moment: Moment, place: str
 ) -> None:
     """D3, D6, D9: started again it finishes every job with the tokens of an undisturbed run."""
-    count = trace(LIVES[name])[name] if SOAK else 1
+    count = trace(LIVES[name])[name] if SOAK and name not in TIMED else 1
     nth = max(1, int(PLACES[place] * count))
     if nth == 1 and place != "first":
         pytest.skip("it is called too rarely")
