@@ -38,7 +38,7 @@ LOG_TAIL_BYTES: Final = 2000
 WATCH_EVERY_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 10.0  # Between tries to start a server again.
 #: Has the kernel end the server with the daemon, however that ends (Linux): PR_SET_PDEATHSIG, then exec. The
-#: server takes SIGTERM as SHUTDOWN. The kernel goes by the thread that started it: asyncio's pool keeps its own.
+#: server takes SIGTERM as SHUTDOWN. The kernel goes by the thread that started it: asyncio's pool keeps them.
 _TIED: Final = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
     "os.getppid() == int(sys.argv[1]) or sys.exit('the daemon is gone'); os.execv(sys.argv[2], sys.argv[2:])"
