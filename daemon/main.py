@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import metadata, util
 
+from batond.daemon.early import early
+
 EXTRA = "batond: the daemon is not installed here: pip install 'batond[daemon]'"
 NEEDED = ("typer", "pydantic_settings", "msgspec", "structlog", "redis", "grpc_health", "torch")
 
@@ -14,6 +16,8 @@ def main() -> int:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"batond {metadata.version('batond')}\n")
         return 0
+    if "serve" in sys.argv[1:]:
+        early.listen()
     if any(util.find_spec(name) is None for name in NEEDED):
         sys.stderr.write(EXTRA + "\n")
         return 2

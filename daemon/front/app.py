@@ -16,6 +16,7 @@ from grpc_health.v1 import health
 
 from batond.daemon.config_base import split_address
 from batond.daemon.config_load import engine_settings, redacted, resolve_model_path
+from batond.daemon.front.addresses import check_addresses
 from batond.daemon.front.admin import AdminServicer
 from batond.daemon.front.calls import Calls, by_credentials, by_user
 from batond.daemon.front.dispatcher import Dispatcher
@@ -140,6 +141,8 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
     _log.info("configuration", **redacted(settings))
     stop, reload = on_signals()
     tls_files = read_tls(settings.tls)  # A wrong key is found before the model is loaded.
+    metrics_listen = settings.server.metrics_listen
+    check_addresses([*settings.server.listen, *([metrics_listen] if metrics_listen else [])])
     notifier = Notifier()
     async with contextlib.AsyncExitStack() as stack:
         # The engine comes first: it takes longest, and no process is started once gRPC has threads.

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 
+from batond.daemon.early import early
 from batond.daemon.telemetry.logging import get_logger
 
 _log = get_logger(__name__)
@@ -36,6 +37,10 @@ def on_signals() -> tuple[asyncio.Event, asyncio.Event]:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ask)
     loop.add_signal_handler(signal.SIGHUP, hang_up)
+    if (
+        early.reload
+    ):  # It came while modules were being imported; the configuration may have been read before.
+        reload.set()
     return stop, reload
 
 

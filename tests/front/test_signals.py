@@ -59,3 +59,34 @@ def test_from_a_closed_terminal_it_means_a_drain() -> None:
     os.close(slave)
     os.close(master)  # The kernel sends SIGHUP to the session's leader.
     assert process.communicate(timeout=30)[1] == "stop\n"
+
+
+def test_before_anybody_listens_it_is_kept() -> None:
+    """V2: in the first second of a start it must not end the process; the reload is done afterwards."""
+    first = (
+        "import os, signal\n"
+        "from batond.daemon.early import early\n"
+        "early.listen()\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", first + PROGRAM, ""],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+        check=True,
+    )
+    assert done.stderr == "listening\nreload\n"
+
+
+def test_the_command_listens_first() -> None:
+    """V2: nothing heavy is imported before SIGHUP is heard."""
+    program = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "import batond.daemon.main\n"
+        "assert not {'torch', 'typer', 'grpc', 'pydantic'} & (set(sys.modules) - before)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
