@@ -82,6 +82,7 @@ class HeldJob:
         claimed: As it was claimed.
         live: Its events, for watchers.
         claimed_s: When, monotonic.
+        ref: The job's reference in Redis; the key under which it is held.
         choices: Its generations; most jobs have one.
         parks: Parks under this claim.
         given: The present engine has it.
@@ -95,6 +96,7 @@ class HeldJob:
     claimed: ClaimedJob
     live: LiveJob
     claimed_s: float
+    ref: str = field(init=False)
     choices: list[HeldChoice] = field(init=False)
     parks: int = 0
     given: bool = False
@@ -106,6 +108,7 @@ class HeldJob:
 
     def __post_init__(self) -> None:
         """Go on from what earlier claims committed."""
+        self.ref = job_ref(self.tenant, self.job_id)  # Asked for several times a token.
         had_row = self.claimed.record.started_ms > 0
         self.choices = [
             HeldChoice(list(one.token_ids), had_row=had_row, finish_reason=one.finish_reason)
@@ -123,11 +126,6 @@ class HeldJob:
     def job_id(self) -> str:
         """Which."""
         return self.claimed.record.job_id
-
-    @property
-    def ref(self) -> str:
-        """The job's reference in Redis; the key under which it is held."""
-        return job_ref(self.tenant, self.job_id)
 
     @property
     def had_row(self) -> bool:

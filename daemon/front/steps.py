@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def choice_of(query_id: str) -> int:
     """Which of its job's choices a query is."""
-    return int(query_id.rpartition("@")[2].partition("#")[2] or 0)
+    return int(query_id.partition("#")[2] or 0)  # References are quoted: none has the sign itself.
 
 
 @dataclass(frozen=True, slots=True)
