@@ -2,12 +2,14 @@
 
 Modes: `serve` answers every Submit with its tokens; `fail` cannot load; `hang` loads for ever; `garbage`
 breaks the framing after Ready; `deaf` ignores Stop; `bars` says whether progress bars are off. A Cancel of
-the id `die` kills the process without a word, as the kernel would.
+the id `die` kills the process without a word, as the kernel would; `assert` ends it as a step that fails
+does; `freeze` stops it.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import msgspec
@@ -16,6 +18,7 @@ from batond.daemon.wire.channel import ChannelClosed, EngineChannel
 from batond.daemon.wire.messages import (
     Cancel,
     Command,
+    EngineFailed,
     Finished,
     FinishReason,
     LoadFailed,
@@ -76,6 +79,11 @@ def obey(channel: EngineChannel, command: Command, mode: str) -> bool:
             channel.send(answer(command))
         case Cancel(query_id="die"):
             os._exit(9)
+        case Cancel(query_id="assert"):
+            channel.send(EngineFailed(reason="AcceleratorError", message="device-side assert", step=4))
+            os._exit(3)
+        case Cancel(query_id="freeze"):
+            os.kill(os.getpid(), signal.SIGSTOP)
         case Stop():
             return mode == "deaf"
         case _:

@@ -30,6 +30,7 @@ class Ear:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.steps: list[StepEvents] = []
+        self.whys: list[str] = []
         self._news = asyncio.Event()
 
     def engine_loading(self, note: str) -> None:
@@ -46,6 +47,7 @@ class Ear:
         self._hear(f"begins {query_ids}")
 
     def engine_down(self, why: str) -> None:
+        self.whys.append(why)
         self._hear("down")
 
     def _hear(self, note: str) -> None:
@@ -127,6 +129,29 @@ async def test_a_dead_engine_comes_back(link: EngineLink, ear: Ear) -> None:
     assert life == ["up fake", "down", "up fake", "down", "up fake"]
     link.send(submit("q", []))
     await ear.until(lambda: any(step.events for step in ear.steps))
+
+
+async def test_the_last_words_of_an_engine_are_told(link: EngineLink, ear: Ear) -> None:
+    """D8: they are the evidence: what failed, in which step, and how the process ended."""
+    link.send(Cancel(query_id="assert"))
+    await ear.until(lambda: ear.notes.count("up fake") == 2)
+    link.send(Cancel(query_id="die"))
+    await ear.until(lambda: ear.notes.count("up fake") == 3)
+    first, second = ear.whys
+    assert first == "step 4: AcceleratorError: device-side assert; exit status 3"
+    assert second.startswith("the engine is gone")
+    assert second.endswith("; exit status 9")
+
+
+async def test_a_frozen_engine_is_killed_and_replaced(link: EngineLink, ear: Ear) -> None:
+    """V3, D12: also one that is stopped and can't hear any signal but the last."""
+    link._frozen_after_s = 2.0
+    link.send(Cancel(query_id="die"))  # The engine after it is watched by that.
+    ups = ear.notes.count("up fake")
+    await ear.until(lambda: ear.notes.count("up fake") > ups)
+    link.send(Cancel(query_id="freeze"))
+    await ear.until(lambda: ear.notes.count("up fake") > ups + 1)
+    assert ear.whys[-1] == "it said nothing for 2 s and was killed; killed by SIGKILL"
 
 
 async def test_commands_to_a_dead_engine_are_refused(link: EngineLink, ear: Ear) -> None:
