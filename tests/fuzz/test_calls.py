@@ -24,7 +24,7 @@ async def test_malformed_calls_leave_the_daemon_serving(
     await fuzzed.good_job()
     await fuzzed.good_job(1, json_schema="true")  # Loads what is loaded on first use.
     before_bytes = fuzzed.rss_bytes
-    numbers = plan.numbers(2500, 100_000)
+    numbers = plan.numbers(1500, 100_000)
     tally = await fuzz(fuzzed.target, fuzzed.tokens, plan.seed, numbers, between=fuzzed.good_job)
     say(f"seed {plan.seed}: {tally.calls} calls", *tally.lines())
     faults = [*tally.faults, *fuzzed.faults_in_log()]

@@ -88,7 +88,7 @@ async def test_rubbish_in_redis_leaves_the_daemon_serving(
     """D13: any key, any value, while jobs run; the jobs of others are right all the while."""
     marker = fuzzed.daemon.folder / "executed"
     vandal, tally = Vandal(client, Keys("fake"), marker), Tally()
-    numbers = plan.numbers(1500, 30_000)
+    numbers = plan.numbers(400, 30_000)
     done: list[str] = []
     left = iter(numbers)
     letters: list[str] = []

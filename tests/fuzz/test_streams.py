@@ -82,7 +82,7 @@ async def test_bytes_that_are_no_grpc_harm_their_own_connection_only(
     before_bytes = fuzzed.rss_bytes
     silent = [await connect(fuzzed) for _ in range(SILENT)]
     counts: Counter[str] = Counter()
-    left = iter(plan.numbers(400, 10_000))
+    left = iter(plan.numbers(200, 10_000))
 
     async def sender() -> None:
         for number in left:
