@@ -7,17 +7,19 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from batond.daemon.config import is_local
 from batond.daemon.errors import ConfigError
 from batond.daemon.front.malformed import RefuseMalformed
+from batond.daemon.front.unknown_calls import careful_server
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import grpc
 
     from batond.daemon.config import Settings
     from batond.daemon.front.admin import AdminServicer
@@ -48,7 +50,7 @@ def build_server(
     Raises:
         ConfigError: An address can't be bound.
     """
-    server = grpc.aio.server(
+    server = careful_server(
         interceptors=[RefuseMalformed()], options=_options(settings.server.max_message_bytes)
     )
     jobs_pb2_grpc.add_JobServiceServicer_to_server(jobs, server)
@@ -69,7 +71,7 @@ def build_admin_server(admin: AdminServicer, address: str, max_message_bytes: in
     Raises:
         ConfigError: The address can't be bound.
     """
-    server = grpc.aio.server(interceptors=[RefuseMalformed()], options=_options(max_message_bytes))
+    server = careful_server(interceptors=[RefuseMalformed()], options=_options(max_message_bytes))
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)
     reflection.enable_server_reflection((_SERVICES[1], reflection.SERVICE_NAME), server)
     _bind(server, address, None)

@@ -1,7 +1,7 @@
-"""Keeps the gRPC server listening: its loop ends for good at a call whose path is no text (grpcio to 1.85).
+"""Keeps the gRPC server listening: at an error in its loop it ends, and the daemon would live on unheard.
 
-Any stranger can send one. A new server takes the old one's addresses at once; streams that are open stay with
-the old one, which serves them to their end.
+One such error any stranger could cause; `unknown_calls` keeps that away. A new server takes the old one's
+addresses at once; streams that are open stay with the old one, which serves them to their end.
 """
 
 from __future__ import annotations
