@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 from typing import Any
 
 import grpc
-from grpc._cython import cygrpc  # type: ignore[attr-defined] # what grpc.aio itself is made of
 
+#: What grpc.aio itself is made of; it has no types.
+_cygrpc: Any = importlib.import_module("grpc._cython.cygrpc")
 _HOOK = "_make_request_call_future"
 
 
 def careful_server(**options: Any) -> grpc.aio.Server:
     """The same as `grpc.aio.server`."""
-    usual: Any = cygrpc.AioServer
+    usual: Any = _cygrpc.AioServer
     if not hasattr(usual, _HOOK):
         return grpc.aio.server(**options)
 
@@ -40,15 +42,15 @@ def careful_server(**options: Any) -> grpc.aio.Server:
                 refusals.add(refusal)
                 refusal.add_done_callback(refusals.discard)
 
-    cygrpc.AioServer = CarefulServer
+    _cygrpc.AioServer = CarefulServer
     try:
         return grpc.aio.server(**options)
     finally:
-        cygrpc.AioServer = usual
+        _cygrpc.AioServer = usual
 
 
 async def _refuse(call: Any) -> None:
-    context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())  # noqa: SLF001 - there is no other way to answer
+    context = _cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())  # noqa: SLF001 - there is no other way to answer
     with contextlib.suppress(
         grpc.aio.AbortError, grpc.aio.InternalError
     ):  # It is done; or the client is gone.
