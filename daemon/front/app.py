@@ -310,7 +310,7 @@ class _Front:
         """Serve until told to stop, then drain."""
         await self._book.load()  # Before anybody can call.
         gc.collect()
-        gc.freeze()  # What was imported stays; each look at it (with transformers) stops all streams for 0.1 s.
+        gc.freeze()  # What was imported stays; a look at it, with transformers, stops all streams for 0.1 s.
         health_servicer = health.aio.HealthServicer()
         serving = Serving(
             lambda: build_server(self._settings, self._jobs, self._admin, health_servicer, self._tls),
