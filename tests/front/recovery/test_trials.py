@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batond.daemon.errors import StateError
+from batond.daemon.front.merge import Merger
 from batond.daemon.queue import JobState, open_async
 
 if TYPE_CHECKING:
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.redis]
 TIMEOUT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commits each step by itself: joined, a turn is over before a look at Redis from outside sees it."""
+    monkeypatch.setattr(Merger, "add", lambda *_: False)
 
 
 @pytest.mark.parametrize("strikes", [0, 1, 5, 30])
