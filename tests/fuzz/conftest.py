@@ -62,7 +62,7 @@ NO_TEXT = re.compile(
 #: gRPC's own refusal of metadata beyond its limit lists them, and is itself too long for a trailer.
 CORES_OWN = re.compile(r"E\d{4} .*hpack_encoder.cc:\d+\] Ignoring key value pair due to size limit")
 #: xgrammar warns of regular expressions on standard error; nothing keeps it from that.
-XGRAMMARS_OWN = re.compile(r"\[[0-9:]+\] \S+regex_converter\.cc:\d+: Warning: ")
+XGRAMMARS_OWN = re.compile(r"\[[0-9:]+\] \S+\.cc:\d+: Warning: ")
 
 
 #: What operators must be told of: a tenant that was written by hand is let in no more.
