@@ -70,7 +70,7 @@ TABLE: Final = (
         ("redis::test_a_call_that_is_cut_or_lost_is_made_again_and_does_no_harm",),
     ),
     Row(
-        "Redis refuses, hangs or is killed, and comes back within a lease",
+        "Redis refuses, hangs or is killed, and comes back, also after longer than a lease",
         "generation goes on, what was made is saved afterwards, nothing is delivered twice; health: degraded",
         (
             "redis::test_generation_goes_on_without_redis_and_is_saved_afterwards",

@@ -312,18 +312,23 @@ class Dispatcher:
             await asyncio.sleep(RETRY_REDIS_S)
 
     async def _reap_forever(self) -> None:
+        """Reap and count; after Redis was away, not before all who live could renew leases that ran out."""
+        away, patient_until_s = False, 0.0
         while True:
             try:
                 with self._health.asking():
-                    reaped = await self._store.reap()
                     self.counts = await self._store.counts()
+                    if away:
+                        away, patient_until_s = False, time.monotonic() + self._lease_ms / 1000
+                    reaped = await self._store.reap() if time.monotonic() >= patient_until_s else None
                 self._health.note(None)
             except BatondError as error:
+                away = True
                 self._health.note(error)
             else:
-                if reaped.late:
+                if reaped is not None and reaped.late:
                     _log.info("jobs_late", failed=len(reaped.late))
-                if reaped.requeued or reaped.dead:
+                if reaped is not None and (reaped.requeued or reaped.dead):
                     _log.warning("jobs_reaped", requeued=len(reaped.requeued), dead=len(reaped.dead))
                     self._wake.set()
                 self._figures.counted(self._jobs, self.counts)

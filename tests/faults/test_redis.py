@@ -41,8 +41,8 @@ ALL: Final = tuple(
 
 @pytest.fixture(scope="module")
 def crew(make_crew: Callable[..., Crew]) -> Crew:
-    """One daemon behind a proxy; its leases outlive what Redis is away for in a short run."""
-    one = make_crew(step_s=0.004, lease_s=4.0)
+    """One daemon behind a proxy; Redis is away for longer than its leases."""
+    one = make_crew(step_s=0.004, lease_s=1.2)
     one.add(proxied=True)
     return one
 
