@@ -46,6 +46,8 @@ IDLE_CLAIM_S: Final = 1.0  # A lost wake-up costs no more than this.
 REAP_EVERY_S: Final = 1.0
 #: At the end, how long Redis is waited for; what it did not take is computed again after the leases.
 SAVE_TIMEOUT_S: Final = 5.0
+#: Then all that is not saved is given back in one call, if Redis answers it.
+RELEASE_TIMEOUT_S: Final = 2.0
 
 _log = get_logger(__name__)
 
@@ -227,7 +229,17 @@ class Dispatcher:
                     await self._committer.hand_back(held)
                     self._jobs.let_go(held)
         except TimeoutError:
-            _log.error("not_saved", jobs=len(leaving), steps=self._committer.unsaved)  # Their leases run out.
+            _log.error("not_saved", jobs=len(leaving), steps=self._committer.unsaved)
+            await self._release()
+
+    async def _release(self) -> None:
+        """Give back what is still held, as it is saved: a lease that runs out is held against a job."""
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                released = await self._store.release_owner(self._owner)
+        except (BatondError, TimeoutError):
+            return  # Redis is away: the leases run out.
+        _log.info("jobs_released", jobs=len(released))
 
     async def _claim_forever(self) -> None:
         claimed_s = -math.inf
@@ -259,7 +271,8 @@ class Dispatcher:
             self._health.note(error)
             await asyncio.sleep(RETRY_REDIS_S)
             return False
-        self._health.note(None)
+        if claimed:  # A claim of nothing reads only: it says nothing of a server that can't write.
+            self._health.note(None)
         for job in claimed:
             held = self._take(job)
             if held is not None and not held.open_choices:

@@ -383,7 +383,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
         held: Jobs under lease, all daemons.
         dead: Dead letters.
         totals: Monotonic: submitted, claimed, succeeded, cancelled, failed, dead, handed_back, reaped,
-            late, garbage.
+            late, garbage, reaps.
     """
 
     queued: dict[str, int]

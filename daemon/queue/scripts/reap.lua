@@ -8,6 +8,7 @@
 -- if the job was being tried alone; else it is noted as a lapse (docs/adr/0006).
 local max_attempts, limit, dead_ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local now_ms = clock()
+redis.call('HINCRBY', TOTALS, 'reaps', 1) -- Always a write: a server that can't is noticed though nothing happens.
 local outcome = { queued = {}, cancelled = {}, dead = {}, late = {} }
 local swept = 0
 

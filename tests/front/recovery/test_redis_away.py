@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batond.daemon.front import committer, redis_health
+from batond.daemon.front import committer, dispatcher, redis_health
 from batond.daemon.queue import EmbeddedRedis, JobState, open_async
 
 if TYPE_CHECKING:
@@ -102,16 +102,55 @@ async def test_redis_stands_still(
         await finish(at)
 
 
-async def test_redis_can_not_write(own: EmbeddedRedis, theirs: redis.asyncio.Redis, lab: MakeLab) -> None:
-    """D4: out of memory, each write is refused for a while; as with an error of its disk (MISCONF)."""
+async def fill_memory(admin: redis.asyncio.Redis, folder: Path, *, ill: bool) -> None:
+    await admin.config_set("maxmemory", int(ill))
+
+
+async def fail_to_save(admin: redis.asyncio.Redis, folder: Path, *, ill: bool) -> None:
+    """MISCONF, as a full disk gives: a snapshot can't be put where a folder lies."""
+    if not ill:
+        await admin.config_set("stop-writes-on-bgsave-error", "no")
+        return
+    (folder / "taken" / "by").mkdir(parents=True)
+    await admin.config_set("save", "3600 1")
+    await admin.config_set("dbfilename", "taken")
+    await admin.bgsave()
+    async with asyncio.timeout(TIMEOUT_S):
+        while (await admin.info("persistence"))["rdb_last_bgsave_status"] == "ok":  # noqa: ASYNC110 - Redis tells nobody
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("turn", [fill_memory, fail_to_save])
+async def test_redis_can_not_write(
+    own: EmbeddedRedis, theirs: redis.asyncio.Redis, lab: MakeLab, turn: Any
+) -> None:
+    """D4: out of memory, or of disk: it answers, but each write is refused for a while."""
     async with lab(theirs) as at:
         await begin(at)
         admin = open_async(own.url)
-        await admin.config_set("maxmemory", 1)
+        await turn(admin, own.folder, ill=True)
         await go_on(at)
-        await admin.config_set("maxmemory", 0)
+        await turn(admin, own.folder, ill=False)
         await admin.aclose()
         await finish(at)
+
+
+async def test_a_server_that_can_not_write_is_noticed_while_nothing_runs(
+    own: EmbeddedRedis, theirs: redis.asyncio.Redis, lab: MakeLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D4: and the word stays, although claims of nothing are answered."""
+    monkeypatch.setattr(dispatcher, "REAP_EVERY_S", 0.01)
+    monkeypatch.setattr(dispatcher, "IDLE_CLAIM_S", 0.01)
+    async with lab(theirs) as at:
+        admin = open_async(own.url)
+        await fill_memory(admin, own.folder, ill=True)
+        await true(lambda: not at.dispatcher.redis_up)
+        for _ in range(50):
+            assert not at.dispatcher.redis_up
+            await at.store.counts()
+        await fill_memory(admin, own.folder, ill=False)
+        await admin.aclose()
+        await true(lambda: at.dispatcher.redis_up)
 
 
 async def test_an_engine_waits_when_the_buffer_is_full(
