@@ -45,7 +45,7 @@ class Havoc(threading.Thread):
         super().__init__(name="havoc", daemon=True)
         self._crew, self._every_s = crew, every_s
         self._random = random.Random(seed)  # noqa: S311 - for a schedule, not for secrets
-        self._halt = threading.Event()
+        self._halt, self._done = threading.Event(), threading.Event()
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()  # Two deeds at one time need no comparison of functions.
         self._dead_since_s: dict[int, float] = {}
@@ -58,7 +58,7 @@ class Havoc(threading.Thread):
     def stop(self) -> None:
         """No more deeds; returns when all daemons and Redis run again."""
         self._halt.set()
-        self.join()
+        self._done.wait()
         if self.error is not None:
             raise self.error
 
@@ -76,6 +76,8 @@ class Havoc(threading.Thread):
             self.supervise(after_s=0.0)
         except Exception as error:  # noqa: BLE001 - raised again by `stop`
             self.error = error
+        self._done.set()
+        threading.Event().wait()  # A Redis ends with the thread that started it (EmbeddedRedis).
 
     def supervise(self, after_s: float = RESTART_S) -> None:
         """Start what is dead for so long, and look which jobs of the dead are free."""
