@@ -29,7 +29,7 @@ DEAF_POLL_S = 0.25
 #: How often a waiting job's place is looked up.
 PLACE_S = 0.5
 #: With many watchers each looks less often: so many looks a second, all together, that nothing asked for.
-LOOKS_PER_S = 250.0
+LOOKS_PER_S = 100.0
 
 #: The expected start is told again when it has moved by so much, and by this part of the time left.
 MOVED_MS = 1000

@@ -152,7 +152,10 @@ class StepBuilder:
         return JobStep(held, commit, self._events, usage)
 
     def _output(self, index: int) -> _Output:
-        return self._outputs.setdefault(index, _Output(len(self._held.choices[index].token_ids)))
+        output = self._outputs.get(index)
+        if output is None:
+            output = self._outputs[index] = _Output(len(self._held.choices[index].token_ids))
+        return output
 
     def _take(self, index: int, event: Tokens) -> None:
         output = self._output(index)
@@ -177,12 +180,12 @@ class StepBuilder:
         held = self._held
         if self._error[0]:
             return JobState.FAILED, ""
-        if not held.open_choices:
+        parked = [choice.parked for choice in held.choices if not choice.finish_reason]
+        if not parked:
             return self._end([choice.finish_reason for choice in held.choices])
         if not self._moved:
             return None, ""
-        parked = all(held.choices[index].parked for index in held.open_choices)
-        return JobState.PARKED if parked else JobState.RUNNING, ""
+        return JobState.PARKED if all(parked) else JobState.RUNNING, ""
 
     def _end(self, reasons: list[str]) -> tuple[JobState, str]:
         """State and finish reason of a job whose choices have ended, by their finish reasons."""
