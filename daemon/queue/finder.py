@@ -208,7 +208,8 @@ def _elsewhere(error: RedisError, finder: Finder, host: str) -> RedisError | Non
     if told is not None and told[0] == "MOVED":
         finder.moved((told[1][0] or host, told[1][1]))
         return RedisConnectionError("the slot is served by another node now")
-    if isinstance(error, ReadOnlyError):
+    # Redis 6.2 wraps a script's error in words of its own.
+    if isinstance(error, ReadOnlyError) or (isinstance(error, ResponseError) and "-READONLY " in str(error)):
         finder.forget()
         return RedisConnectionError("the primary has become a replica")
     if isinstance(error, (RedisConnectionError, RedisTimeoutError)) or "CLUSTERDOWN" in repr(error):
