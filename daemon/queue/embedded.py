@@ -147,9 +147,9 @@ class EmbeddedRedis:
             _log.error("redis_died", pid=process.pid, code=process.returncode, log=self._log_tail())
             try:
                 await asyncio.to_thread(self._restart)
-            except BatondError as error:
+            except (BatondError, OSError) as error:  # Also no process or file to be had just now.
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                _log.error("redis_not_started", error=error.message, again_in_s=pause_s)
+                _log.error("redis_not_started", error=str(error), again_in_s=pause_s)
 
     def _restart(self) -> None:
         with self._changing:

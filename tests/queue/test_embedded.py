@@ -147,6 +147,37 @@ async def test_a_server_that_dies_is_started_again(tmp_path: Path, spec: bytes) 
     assert server.pid is None
 
 
+async def test_a_server_is_started_again_once_the_system_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full table of processes or files passes; the guard must still be there then."""
+    monkeypatch.setattr(embedded, "LONGEST_PAUSE_S", 0.05)
+    server = EmbeddedRedis(tmp_path)
+    await asyncio.to_thread(server.start)
+    first, popen, refused = server.pid, subprocess.Popen, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def refuse(*_: object, **__: object) -> None:
+        loop.call_soon_threadsafe(refused.set)
+        raise BlockingIOError("no process left")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    guard = asyncio.create_task(server.keep_running())
+    try:
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(30), open_async(server.url) as client:
+            await refused.wait()
+            monkeypatch.setattr(subprocess, "Popen", popen)
+            while not await _answers(client, server, first):  # noqa: ASYNC110 - the server says it
+                await asyncio.sleep(0.02)
+        assert not guard.done()
+    finally:
+        guard.cancel()
+        await asyncio.gather(guard, return_exceptions=True)
+        await asyncio.to_thread(server.stop)
+
+
 async def _answers(client: redis.asyncio.Redis, server: EmbeddedRedis, but: int) -> bool:
     """Whether another server than `but` answers."""
     try:
