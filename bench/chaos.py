@@ -216,7 +216,12 @@ class _Soak:
         others = []
         for job_id in sorted(self._finished):
             job = crowd.accepted[job_id]
-            others += [why] if (why := job.wrong(convert.job(await crowd.get(job)))) else []
+            try:
+                found = await crowd.get(job)
+            except TimeoutError as error:  # The others would not be told of either.
+                tally.broken.append(str(error))
+                break
+            others += [why] if (why := job.wrong(convert.job(found))) else []
         streams = [watcher for watcher in crowd.watchers.values() if watcher.wrong()]
         tally.broken += others + [watcher.wrong() for watcher in streams] + crowd.surprises
         left = await asyncio.to_thread(self._left_behind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 CALL_TIMEOUT_S: Final = 3.0
 STREAM_TIMEOUT_S: Final = 15.0  # A paused daemon says nothing: then another is asked.
 PAUSE_S: Final = 0.1
+PATIENCE_S: Final = 120.0  # Whoever is not answered for so long never will be.
 #: A daemon that was started again is found soon.
 _CHANNEL: Final = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500))
 #: What a caller may meet while daemons and Redis die; everything else is a fault of ours.
@@ -34,6 +36,7 @@ class Crowd:
     Args:
         daemons: Whom to ask.
         seed: Of the draws.
+        patience_s: How long a call is made again.
 
     Attributes:
         accepted: Jobs that a daemon said yes to.
@@ -42,8 +45,9 @@ class Crowd:
         surprises: Errors that nobody should see.
     """
 
-    def __init__(self, daemons: Sequence[Daemon], seed: int) -> None:
+    def __init__(self, daemons: Sequence[Daemon], seed: int, *, patience_s: float = PATIENCE_S) -> None:
         self._daemons = daemons
+        self._patience_s = patience_s
         self._random = random.Random(seed)  # noqa: S311 - for a schedule, not for secrets
         self._stubs: list[Any] = []
         self._channels: list[grpc.aio.Channel] = []
@@ -61,7 +65,11 @@ class Crowd:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def submit(self, job: Job) -> None:
-        """Submit until somebody has accepted it."""
+        """Submit until somebody has accepted it.
+
+        Raises:
+            TimeoutError: Nobody did for too long.
+        """
         spec = types_pb2.JobSpec(
             tokens=types_pb2.TokenInput(token_ids=job.prompt),
             sampling=types_pb2.SamplingParams(max_tokens=job.max_tokens, seed=job.seed),
@@ -87,18 +95,28 @@ class Crowd:
             self.counts["tokens delivered"] += len(watcher.token_ids) - before
 
     async def get(self, job: Job) -> types_pb2.Job:
-        """The job as it stands."""
+        """The job as it stands.
+
+        Raises:
+            TimeoutError: Nobody told for too long.
+        """
         answer = await self._insist("GetJob", job, jobs_pb2.GetJobRequest(job_id=job.job_id))
         found: types_pb2.Job = answer.job
         return found
 
     async def _insist(self, method: str, job: Job, request: Any) -> Any:
+        deadline_s = time.monotonic() + self._patience_s
         while True:
             try:
                 return await getattr(self._stub(), method)(
                     request, metadata=self._who(job), timeout=CALL_TIMEOUT_S
                 )
             except grpc.RpcError as error:
+                if time.monotonic() >= deadline_s:
+                    raise TimeoutError(
+                        f"no answer to {method} for {job.job_id} in {self._patience_s:.0f} s; "
+                        f"the last: {error.code()}: {error.details()}"
+                    ) from error
                 await self._note(error, job)
 
     async def _note(self, error: grpc.RpcError, job: Job) -> None:

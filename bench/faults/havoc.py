@@ -76,7 +76,8 @@ class Havoc(threading.Thread):
             self.supervise(after_s=0.0)
         except Exception as error:  # noqa: BLE001 - raised again by `stop`
             self.error = error
-        self._done.set()
+        finally:
+            self._done.set()
         threading.Event().wait()  # A Redis ends with the thread that started it (EmbeddedRedis).
 
     def supervise(self, after_s: float = RESTART_S) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from batond.bench import chaos
 from batond.bench.fake_engine import fake_tokens
-from batond.bench.faults.crowd import draw_jobs
+from batond.bench.faults.crowd import Crowd, draw_jobs
 from batond.bench.faults.work import Job, Watcher
 from batond.clients import JobInfo, JobState
 from batond.v1 import jobs_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 JOB = Job("j", "red", (1, 2), 6, 3, "batch")
 
@@ -33,6 +39,22 @@ def test_the_same_seed_draws_the_same_jobs() -> None:
     assert one == other
     assert len({job.job_id for job in one}) == 50
     assert {job.tenant for job in one} == {"red", "blue"}
+
+
+async def test_a_crowd_that_nobody_answers_gives_up(tmp_path: Path) -> None:
+    nobody: Any = SimpleNamespace(socket=tmp_path / "nobody.sock", tokens={"red": "t"})
+    crowd = Crowd([nobody], 0, patience_s=0.0)
+    try:
+        async with asyncio.timeout(60):
+            with pytest.raises(
+                TimeoutError, match=r"no answer to SubmitJob for j in 0 s; the last: .*UNAVAIL"
+            ):
+                await crowd.submit(JOB)
+            with pytest.raises(TimeoutError, match="no answer to GetJob"):
+                await crowd.get(JOB)
+    finally:
+        await crowd.close()
+    assert not crowd.accepted
 
 
 def event(first_index: int, *token_ids: int) -> jobs_pb2.WatchJobResponse:
