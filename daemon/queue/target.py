@@ -106,10 +106,8 @@ def target_of(queue: QueueSettings) -> RedisTarget:
         tls_cert_file=queue.tls_cert_file,
         tls_key_file=queue.tls_key_file,
     )
-    if queue.mode == "standalone" and "password" in read_url(url) and target.password:
-        raise ConfigError(
-            "queue.url has a password already: leave out queue.password", setting="queue.password"
-        )
+    if queue.mode == "standalone":
+        _check_url(read_url(url), target)
     if (target.tls_ca_file or target.tls_cert_file) and not target.tls:
         raise ConfigError(
             "queue.tls_*_file need queue.tls = true, or a queue.url that begins with rediss://",
@@ -117,6 +115,21 @@ def target_of(queue: QueueSettings) -> RedisTarget:
         )
     _check_tls_files(target)
     return target
+
+
+def _check_url(options: dict[str, Any], target: RedisTarget) -> None:
+    """What a URL says goes before all else in the client: it must not turn off what we rely on."""
+    if "password" in options and target.password:
+        raise ConfigError(
+            "queue.url has a password already: leave out queue.password", setting="queue.password"
+        )
+    for name, must_be in (("ssl_cert_reqs", "required"), ("ssl_check_hostname", "true")):
+        if str(options.get(name, must_be)).lower() != must_be:
+            raise ConfigError(
+                f"queue.url must not set {name}: whoever answers could read the password and all jobs. "
+                "Name the authority that signed the server's certificate in queue.tls_ca_file",
+                setting="queue.url",
+            )
 
 
 def read_url(url: str) -> dict[str, Any]:

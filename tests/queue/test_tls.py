@@ -16,6 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from pydantic import SecretStr
 
 from batond.bench.local_redis import HOST
 from batond.daemon.config_queue import QueueSettings
@@ -217,3 +218,15 @@ def test_a_file_that_can_not_be_used_is_found_at_the_start(tmp_path: Path, autho
             target_of(QueueSettings(url=url, **files))
     with pytest.raises(ConfigError, match="rediss://"):
         target_of(QueueSettings(url=f"redis://{HOST}:1/0", tls_ca_file=authority.ca_file))
+
+
+@pytest.mark.parametrize(
+    "query", ["ssl_cert_reqs=none", "ssl_cert_reqs=optional", "ssl_check_hostname=false"]
+)
+def test_a_url_does_not_turn_the_check_of_certificates_off(query: str) -> None:
+    """In the client, what a URL says goes before our own options."""
+    with pytest.raises(ConfigError, match=r"must not set ssl_.*tls_ca_file"):
+        target_of(QueueSettings(url=SecretStr(f"rediss://{HOST}:1/0?{query}")))
+    target_of(
+        QueueSettings(url=SecretStr(f"rediss://{HOST}:1/0?ssl_cert_reqs=required&ssl_check_hostname=true"))
+    )
