@@ -1,0 +1,208 @@
+"""Decode attention on a card: each row's own range of the ring is read once, and nothing else.
+
+One new token per row attends to the newest columns of its row; column = position mod capacity, so a range may
+wrap. Keys and values lie in token-major records: the views on them have any stride between columns.
+
+How a range is split among programs depends on the row's own length and on the batch's shape, never on the
+lengths of its mates: the bits of a row are the same whatever the load is. Lengths and cursor are read on the
+card, so that a captured graph stays valid while they change. Idle rows touch no memory and give zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from batond.daemon.engine.batch.ring_kernels import attend_kernel, write_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: Triton wraps what its types say are functions.
+_ATTEND: Final[Any] = attend_kernel
+_WRITE: Final[Any] = write_kernel
+
+_LOG2_E: Final = 1.4426950408889634
+#: Rows of a tensor core's tile: the query heads that share a key are padded to so many.
+_LEAST_TILE: Final = 16
+#: The best of a sweep, see docs/performance.md: bytes of keys loaded at once, and programs of a
+#: multiprocessor from which on a range is not split: putting parts together takes longer than it saves.
+_BLOCK_BYTES: Final = 16384
+_PROGRAMS_PER_CORE: Final = 1.9
+_MOST_SPLITS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the kernel is cut.
+
+    Attributes:
+        block: Columns loaded at once.
+        warps: Warps of a program.
+        stages: Loads in flight of a program.
+        splits: Programs that share the range of a row and key head.
+    """
+
+    block: int
+    warps: int
+    stages: int
+    splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """One layer's keys and values, and which of them the rows own.
+
+    Attributes:
+        key: Shape [rows, capacity, kv heads, dim]; any strides, but the last is 1.
+        value: Shape [rows, capacity, kv heads, value dim].
+        lengths: Tokens by row, the new one included, 0 where idle; int32, shape [rows].
+        cursor: The newest column, where every range ends; int32, shape [1].
+        most_tokens: The most a row may ever own: how the work is cut follows from it, not from who is there.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    lengths: torch.Tensor
+    cursor: torch.Tensor
+    most_tokens: int
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements between rows, columns and heads, of keys, then of values."""
+        return (*self.key.stride()[:3], *self.value.stride()[:3])
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How scores are made of products.
+
+    Attributes:
+        scale: Factor of the products.
+        softcap: Scores are squashed to (-softcap, softcap); None leaves them.
+        sinks: An extra score per head that takes weight and gives nothing; shape [heads].
+        window: Most columns that a row sees; None is all of its own.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    window: int | None = None
+
+
+def choose_tiling(ring: Ring, rule: Rule, cores: int) -> Tiling:
+    """Cut the work of a batch for a card of so many multiprocessors."""
+    rows, _, kv_heads, dim = ring.key.shape
+    widest = _padded(max(dim, ring.value.shape[3]))
+    block = max(_LEAST_TILE, min(128, _BLOCK_BYTES // (widest * ring.key.element_size())))
+    useful = min(rule.window or ring.most_tokens, ring.most_tokens) // (2 * block)
+    splits = 1
+    while splits < min(useful, _MOST_SPLITS) and rows * kv_heads * splits < _PROGRAMS_PER_CORE * cores:
+        splits *= 2
+    return Tiling(block=block, warps=4, stages=3, splits=splits)
+
+
+def write_column(new_key: torch.Tensor, new_value: torch.Tensor, ring: Ring) -> None:
+    """Write the newest column of the rows that have one.
+
+    Args:
+        new_key: Shape [rows, kv heads, dim].
+        new_value: Shape [rows, kv heads, value dim].
+        ring: Where to.
+    """
+    rows, kv_heads, dim = new_key.shape
+    value_dim = new_value.shape[2]
+    _WRITE[kv_heads, rows](
+        new_key.contiguous(),
+        new_value.contiguous(),
+        ring.key,
+        ring.value,
+        ring.lengths,
+        ring.cursor,
+        *ring.strides,
+        DIM=dim,
+        DIM_PAD=_padded(dim),
+        VDIM=value_dim,
+        VDIM_PAD=_padded(value_dim),
+        num_warps=1,
+    )
+
+
+def decode_attention(
+    query: torch.Tensor, ring: Ring, rule: Rule, tiling: Tiling | None = None
+) -> torch.Tensor:
+    """Attention of one new token per row over the row's newest columns.
+
+    Args:
+        query: Shape [rows, heads, dim]; heads is a multiple of kv heads, neighbours share a key.
+        ring: What is attended to.
+        rule: How.
+        tiling: How to cut the work; None chooses by shape.
+
+    Returns:
+        Shape [rows, heads, value dim], in the dtype of `query`; zeros where a row is idle. Sums are float32.
+    """
+    rows, heads, dim = query.shape
+    capacity, kv_heads, value_dim = *ring.key.shape[1:3], ring.value.shape[3]
+    group = heads // kv_heads
+    if tiling is None:
+        tiling = choose_tiling(ring, rule, _cores(query.device))
+    out = query.new_empty(rows, heads, value_dim)
+    _ATTEND[kv_heads, rows, tiling.splits](
+        query.contiguous(),
+        ring.key,
+        ring.value,
+        ring.lengths,
+        ring.cursor,
+        out if rule.sinks is None else rule.sinks,
+        out,
+        *_parts(out, tiling.splits),
+        _arrived(query.device, rows * kv_heads),
+        rule.scale * _LOG2_E,
+        (rule.softcap or 0.0) * _LOG2_E,
+        rule.window or 0,
+        capacity,
+        *ring.strides,
+        GROUP=group,
+        TILE=_padded(group),
+        DIM=dim,
+        DIM_PAD=_padded(dim),
+        VDIM=value_dim,
+        VDIM_PAD=_padded(value_dim),
+        BLOCK=tiling.block,
+        SPLITS=tiling.splits,
+        SOFTCAP=rule.softcap is not None,
+        SINKS=rule.sinks is not None,
+        # Tensor cores cut float32 to tf32 unless told not to.
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    return out
+
+
+def _padded(size: int) -> int:
+    """The tile's side that holds so many: a power of two."""
+    return max(_LEAST_TILE, 1 << (size - 1).bit_length())
+
+
+@functools.cache
+def _cores(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _arrived(device: torch.device, count: int) -> torch.Tensor:
+    """How many programs of a range have ended. Each call leaves zeros: calls on one stream can share them."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+def _parts(out: torch.Tensor, splits: int) -> Sequence[torch.Tensor]:
+    """Room for sum, total weight and biggest score of each split."""
+    if splits == 1:
+        return out, out, out
+    sums = torch.empty(*out.shape[:2], splits, out.shape[2], dtype=torch.float32, device=out.device)
+    return sums, *torch.empty(2, *out.shape[:2], splits, dtype=torch.float32, device=out.device)
