@@ -93,7 +93,7 @@ class Suspects:
         alone, self.alone, self._opened_s = self.alone, "", None
         if len(begun) == 1 and self._deaths.get(only := next(iter(begun))):
             alone = only  # By chance, but it was, and not for the first time.
-        if alone in begun:
+        if alone in begun and len(begun) == 1:
             self.forget(alone)
             return alone
         for ref, (urgency, choices) in begun.items():

@@ -61,6 +61,7 @@ class Trials:
         self._suspects = Suspects()
         self._convicted: asyncio.Queue[tuple[HeldJob, str]] = asyncio.Queue()
         self._noted: HeldJob | None = None  # Whom Redis knows to be alone.
+        self._leaving: list[HeldJob] = []  # Withdrawn, but the engine may be at work on them still.
         self._news = asyncio.Event()
 
     def take(self, held: HeldJob) -> None:
@@ -86,6 +87,7 @@ class Trials:
 
     def engine_up(self) -> None:
         """A new engine has nothing; give it whoever may be in it."""
+        self._leaving.clear()
         for held in self._jobs:
             held.given = held.active = False
             if not self._suspects:
@@ -95,8 +97,11 @@ class Trials:
     def engine_down(self, why: str) -> None:
         """The engine died: its jobs are suspects, or the one that was alone in it has an attempt charged."""
         inside = [held for held in self._jobs if held.given and not held.ended]
-        # One that only waited is not suspected, unless nobody was begun with: then a command killed it.
-        begun = [held for held in inside if held.active] or inside
+        # One that only waited is not suspected, unless nobody was begun with: then a command killed it, or a
+        # step with those who were withdrawn just before.
+        leaving = [held for held in self._leaving if self._jobs.holds(held) and not held.given]
+        begun = [held for held in inside if held.active] or [*inside, *leaving]
+        self._leaving.clear()
         culprit = self._suspects.engine_died(
             {held.ref: (self._urgency_of(held), len(held.open_choices)) for held in begun}
         )
@@ -122,6 +127,7 @@ class Trials:
             held = self._jobs.running(query_id)
             if held is not None:
                 held.active = True
+                self._leaving.clear()  # Commands are taken in order.
 
     def heard(self, steps: Sequence[JobStep]) -> None:
         """Jobs have put something out."""
@@ -173,9 +179,9 @@ class Trials:
                 self._withdraw(held)
         alone = next((held for held in self._jobs if held.ref == self._suspects.alone), None)
         if self._noted is not None and self._noted is not alone:
-            noted, self._noted = self._noted, None
-            if self._jobs.holds(noted):
-                await self._note_alone(noted, alone=False)
+            if self._jobs.holds(self._noted):
+                await self._note_alone(self._noted, alone=False)  # Tried again if Redis is away.
+            self._noted = None
         if alone is not None and self._noted is not alone and not alone.ended:
             _log.info(
                 "suspect_tried_alone", tenant=alone.tenant, job_id=alone.job_id, suspects=len(self._suspects)
@@ -203,6 +209,8 @@ class Trials:
     def _withdraw(self, held: HeldJob) -> None:
         """Take a job out of the engine; it goes on later from the tokens it has."""
         self._desk.tell_all(HandBack, held)
+        if held.active:
+            self._leaving.append(held)
         held.withdraw()
         self._lose_rows(held)
 

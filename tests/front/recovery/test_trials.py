@@ -10,6 +10,7 @@ import pytest
 from batond.daemon.errors import StateError
 from batond.daemon.front.merge import Merger
 from batond.daemon.queue import JobState, open_async
+from batond.daemon.wire.messages import HandBack
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -72,6 +73,35 @@ async def test_nothing_else_is_computed_beside_a_suspect(
         mixed = [names for names in at.engine.together[first:] if "killer" in names and len(names) > 1]
         assert trials
         assert mixed == []
+
+
+async def test_a_step_that_dies_before_the_engine_heard_of_a_turn_convicts_nobody(
+    client: redis.asyncio.Redis, lab: MakeLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D8: whoever was taken out of it just now may have done it, not only who shall be alone in it."""
+    async with lab(client) as at:
+        sending, stepping, moved = at.engine.send, at.engine.step, asyncio.Event()
+
+        def send(command: Any) -> None:
+            sending(command)
+            if isinstance(command, HandBack) and len(at.engine.deaths) == 1:
+                moved.set()
+
+        async def step(dispatcher: Any) -> None:
+            if moved.is_set() and at.engine.runs and len(at.engine.deaths) == 1:
+                at.engine.die(dispatcher)
+            else:
+                await stepping(dispatcher)
+
+        monkeypatch.setattr(at.engine, "send", send)
+        monkeypatch.setattr(at.engine, "step", step)
+        for i in range(2):
+            await at.submit(f"j{i}", max_tokens=400)
+        await at.until("j1", lambda record: record.output_tokens > 3)
+        at.engine.die(at.dispatcher)
+        for i in range(2):
+            assert (await at.ended(f"j{i}")).attempts == 0
+        assert at.engine.deaths == [["j0", "j1"], ["j1"]]
 
 
 async def test_a_job_with_attempts_is_a_suspect_wherever_it_is_claimed(
