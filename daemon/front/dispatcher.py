@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 IDLE_CLAIM_S: Final = 1.0  # A lost wake-up costs no more than this.
 REAP_EVERY_S: Final = 1.0
+#: Part of a lease after which one may have run out unrenewed: each is renewed four times (lease.py).
+AWAY_FOR_LONG: Final = 0.25
 #: At the end, how long Redis is waited for; what it did not take is computed again after the leases.
 SAVE_TIMEOUT_S: Final = 5.0
 #: Then all that is not saved is given back in one call, if Redis answers it.
@@ -325,18 +327,23 @@ class Dispatcher:
             await asyncio.sleep(RETRY_REDIS_S)
 
     async def _reap_forever(self) -> None:
-        """Reap and count; after Redis was away, not before all who live could renew leases that ran out."""
-        away, patient_until_s = False, 0.0
+        """Reap and count; after Redis was away, not before all who live could renew leases that ran out.
+
+        They run out only while it is away for long: calls that fail now and then put nothing off.
+        """
+        lease_s = self._lease_ms / 1000
+        well_s, patient_until_s = time.monotonic(), 0.0
         while True:
             try:
                 with self._health.asking():
                     self.counts = await self._store.counts()
-                    if away:
-                        away, patient_until_s = False, time.monotonic() + self._lease_ms / 1000
-                    reaped = await self._store.reap() if time.monotonic() >= patient_until_s else None
+                    now_s = time.monotonic()
+                    if now_s - well_s > REAP_EVERY_S + lease_s * AWAY_FOR_LONG:
+                        patient_until_s = now_s + lease_s
+                    reaped = await self._store.reap() if now_s >= patient_until_s else None
+                well_s = time.monotonic()
                 self._health.note(None)
             except BatondError as error:
-                away = True
                 self._health.note(error)
             else:
                 if reaped is not None and reaped.late:

@@ -1,0 +1,44 @@
+"""When jobs of dead daemons are taken back while Redis has its troubles."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from batond.daemon.errors import UnavailableError
+from batond.daemon.front import dispatcher as module
+
+MakeScene = Any
+
+
+@pytest.mark.parametrize(("away_for_long", "reaps"), [(0.25, True), (-1.0, False)])
+async def test_calls_that_fail_now_and_then_put_no_reap_off(
+    scene: MakeScene, monkeypatch: pytest.MonkeyPatch, away_for_long: float, *, reaps: bool
+) -> None:
+    """D2: only an outage in which leases may have run out does."""
+    monkeypatch.setattr(module, "REAP_EVERY_S", 0.001)
+    monkeypatch.setattr(module, "AWAY_FOR_LONG", away_for_long)
+    at = scene()
+    counted, reaped, often = at.queue.counts, asyncio.Event(), asyncio.Event()
+    calls = 0
+
+    async def counts() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 20:
+            often.set()
+        if calls % 2:
+            raise UnavailableError("late", reason="QUEUE_AWAY")
+        return await counted()
+
+    async def reap(reaping: Any = at.queue.reap) -> Any:
+        reaped.set()
+        return await reaping()
+
+    monkeypatch.setattr(at.queue, "counts", counts)
+    monkeypatch.setattr(at.queue, "reap", reap)
+    async with at:
+        await asyncio.wait_for(often.wait(), 10)
+    assert reaped.is_set() is reaps
