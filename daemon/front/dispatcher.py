@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.engine_link import EngineLink
     from batond.daemon.front.held import HeldJob
     from batond.daemon.front.hub import Hub
+    from batond.daemon.front.steps import JobStep
     from batond.daemon.queue import ClaimedJob, Counts, JobStore, LeaseKeeper, TenantLimits
     from batond.daemon.telemetry.metrics import Metrics
     from batond.daemon.wire.messages import QueryEvent, Ready, Snapshot, StepEvents
@@ -383,10 +384,14 @@ class Dispatcher:
             if held is not None:
                 jobs[held.ref] = held
                 by_job[held.ref].append(event)
-        steps = [jobs[ref].digest(events, self._figures.heard) for ref, events in by_job.items()]
-        if steps:
-            self._trials.heard(steps)
-            await self._committer.put(*steps)
+        steps: list[JobStep] = []  # What was taken in before an error stays.
+        try:
+            for ref, events in by_job.items():
+                steps.append(self._digest(jobs[ref], events))
+        finally:
+            if steps:
+                self._trials.heard(steps)
+                await self._committer.put(*steps)
 
     def engine_down(self, why: str) -> None:
         """The engine died; `why` is all that is known of it."""
@@ -398,6 +403,15 @@ class Dispatcher:
         self._trials.engine_down(why)
 
     # -- small pieces ---------------------------------------------------------------------------------
+
+    def _digest(self, held: HeldJob, events: Sequence[QueryEvent]) -> JobStep:
+        try:
+            return held.digest(events, self._figures.heard)
+        except Exception:
+            # Half of it was taken in, and could never end: the next claim gives it again as it is saved.
+            self._store.forget(self._owner, held.tenant, held.job_id, epoch=held.claimed.record.epoch)
+            self._committer.abandon(held)
+            raise
 
     def _running(self, tenant: str, job_id: str) -> HeldJob:
         held = self._jobs.get(tenant, job_id)
