@@ -200,7 +200,7 @@ class Committer:
         self._metrics.commits_refused.inc()
         self._desk.tell_all(HandBack, held)
         held.ended = True
-        if why in {Why.GAP, Why.OVERLAP}:
+        if why in {Why.GAP, Why.OVERLAP} and self._jobs.get(held.tenant, held.job_id) is held:
             await self.hand_back(held)  # It goes on from what Redis has.
         self._jobs.let_go(held)
 

@@ -87,7 +87,7 @@ class HeldJob:
         parks: Parks under this claim.
         given: The present engine has it.
         active: The present engine has begun to compute it.
-        withdrawals: Times it was taken out of a living engine.
+        withdrawals: Counts up each time it is taken out of a living engine; from 0, or what HeldJobs says.
         ended: Its end was received; nothing more is sent to the engine for it.
         late: Why it is being ended with DEADLINE_EXCEEDED; empty while it has time.
         timer: Looks at its deadlines.

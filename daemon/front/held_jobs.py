@@ -35,6 +35,7 @@ class HeldJobs:
     ) -> None:
         self._keeper, self._hub, self._metrics, self._on_leave = keeper, hub, metrics, on_leave
         self._by_ref: dict[str, HeldJob] = {}
+        self._withdrawals = 0  # More than any job had that left with queries in the engine.
         self.empty = asyncio.Event()
         self.empty.set()
 
@@ -64,7 +65,9 @@ class HeldJobs:
         record = job.record
         bases = tuple(len(choice.token_ids) for choice in job.choices)
         live = self._hub.open(record.tenant, record.job_id, base_indexes=bases)
-        held = HeldJob(job, live, time.monotonic())
+        # After a failover, or a call that got lost, a claim can come again under its epoch: what the engine
+        # still says of the query it had before must not count.
+        held = HeldJob(job, live, time.monotonic(), withdrawals=self._withdrawals)
         self._by_ref[held.ref] = held
         self.empty.clear()
         self._keeper.hold(record.tenant, record.job_id, record.epoch)
@@ -77,6 +80,8 @@ class HeldJobs:
         if self._by_ref.get(held.ref) is not held:
             return
         del self._by_ref[held.ref]
+        if held.open_choices:
+            self._withdrawals = max(self._withdrawals, held.withdrawals + 1)
         if held.timer is not None:
             held.timer.cancel()
         self._keeper.drop(held.tenant, held.job_id)

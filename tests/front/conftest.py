@@ -47,11 +47,12 @@ def hold() -> Callable[..., HeldJob]:
         token_ids: tuple[int, ...] = (),
         committed: list[CommittedChoice] | None = None,
         epoch: int = 1,
+        job_id: str = "j",
         **sampling: Any,
     ) -> HeldJob:
         record = JobRecord(
             tenant="t",
-            job_id="j",
+            job_id=job_id,
             model="m",
             sla_class="standard",
             state=JobState.CLAIMED,
@@ -113,6 +114,8 @@ class Queue:
         if any(one.state is not None and one.state.final for one in commits):
             self.ended.set()
         return CommitResult(refused=[], cancel=[])
+
+    def forget(self, *_: Any, **__: Any) -> None: ...
 
     async def reap(self) -> Reaped:
         return Reaped(requeued=[], cancelled=[], dead=[], late=[], swept=0)
