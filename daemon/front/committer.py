@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 RETRY_REDIS_S: Final = 0.25
 #: Output kept while Redis is away; beyond, the engine waits. About 60,000 steps of one token for one job.
 MOST_UNSAVED_BYTES: Final = 64 << 20
+#: Of this, what goes to Redis in one call: encoding it holds the event loop, and writing it the server.
+MOST_JOINED_BYTES: Final = 4 << 20
 #: What a job's part of a step takes besides its output, in Python's objects.
 _STEP_BYTES: Final = 1024
 _TOKEN_BYTES: Final = 40
@@ -106,7 +108,7 @@ class Committer:
                 continue
             steps, size = item
             merger = Merger(steps)
-            while not self._steps.empty():
+            while size < MOST_JOINED_BYTES and not self._steps.empty():
                 following = self._steps.get_nowait()
                 if isinstance(following, asyncio.Event) or not merger.add(following[0]):
                     break
