@@ -260,7 +260,10 @@ class EngineLink:
         code: int | None = None
         try:
             if self._channel is not None:
-                await self._channel.close()
+                # One that reads nothing never takes what is still to be written; it is killed below.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_BREATH_S):
+                        await self._channel.close()
             if self._process is not None:
                 code = await self._end_of(self._process)
         finally:

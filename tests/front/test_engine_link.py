@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batond.daemon.errors import UnavailableError, UnsupportedModelError
+from batond.daemon.front import engine_link
 from batond.daemon.front.engine_link import EngineLink
 from batond.daemon.requests.params import SamplingParams
 from batond.daemon.wire.messages import Cancel, Finished, StepEvents, Submit, Tokens
@@ -265,6 +268,29 @@ async def test_a_step_that_cannot_be_taken_in_ends_the_engine_and_not_the_front(
     task = asyncio.create_task(link.run(ear))
     await ear.until(lambda: ear.notes.count("up fake") == 2 and ear.notes.count("step") > 1)
     assert "down" in ear.notes
+    await link.stop()
+    async with asyncio.timeout(TIMEOUT_S):
+        await task
+
+
+async def test_an_engine_that_reads_nothing_is_replaced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D3: the front has given it up, and what is still to be written to it never will be."""
+    monkeypatch.setattr(engine_link, "LAST_BREATH_S", 0.2)
+    link = link_to("serve")
+
+    class Shocked(Ear):
+        async def engine_step(self, step: StepEvents) -> None:
+            await super().engine_step(step)
+            if self.notes.count("step") == 1:
+                assert link.pid is not None
+                os.kill(link.pid, signal.SIGSTOP)
+                link.send(submit("q", list(range(1 << 20))))
+                raise IndexError("no such choice")
+
+    ear = Shocked()
+    task = asyncio.create_task(link.run(ear))
+    await ear.until(lambda: ear.notes.count("up fake") == 2)
+    assert ear.whys[0].endswith("killed by SIGKILL")
     await link.stop()
     async with asyncio.timeout(TIMEOUT_S):
         await task
