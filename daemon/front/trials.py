@@ -105,12 +105,13 @@ class Trials:
         culprit = self._suspects.engine_died(
             {held.ref: (self._urgency_of(held), len(held.open_choices)) for held in begun}
         )
-        for held in inside:
+        for held in [*inside, *leaving]:
+            had_rows = held.given and held in begun
             held.given = held.active = False
             if held.ref == culprit:
                 held.ended = True  # Nothing more is sent to an engine for it, by this claim.
                 self._convicted.put_nowait((held, why))
-            elif held in begun:
+            elif had_rows:
                 self._lose_rows(held)
         if begun:
             _log.error(
@@ -172,7 +173,9 @@ class Trials:
                 self._news.set()
 
     async def _turn(self) -> None:
-        others = [self._urgency_of(held) for held in self._jobs if held.ref not in self._suspects]
+        others = [
+            self._urgency_of(held) for held in self._jobs if held.ref not in self._suspects and not held.ended
+        ]
         self._suspects.settle(time.monotonic(), min(others, default=None))
         for held in self._jobs:
             if held.given and not self._suspects.admits(held.ref):

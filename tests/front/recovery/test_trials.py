@@ -105,6 +105,31 @@ async def test_a_step_that_dies_before_the_engine_heard_of_a_turn_convicts_nobod
         assert at.engine.deaths == [["j0", "j1"], ["j1"]]
 
 
+async def test_a_killer_in_its_last_step_before_anothers_turn_is_charged(
+    client: redis.asyncio.Redis, lab: MakeLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D8: it has proven itself, was taken out, and the engine dies in the step it was in: alone."""
+    async with lab(client) as at:
+        marking = at.store.mark_alone
+
+        async def mark_alone(*args: Any, alone: bool) -> bool:
+            if not alone and len(at.engine.deaths) == 1:
+                at.engine.die(at.dispatcher)
+            return bool(await marking(*args, alone=alone))
+
+        monkeypatch.setattr(at.store, "mark_alone", mark_alone)
+        for i in range(2):
+            await at.submit(f"j{i}", max_tokens=400)
+        await at.until("j1", lambda record: record.output_tokens > 3)
+        at.engine.die(at.dispatcher)
+        ends = [await at.ended(f"j{i}") for i in range(2)]
+        assert [(end.state, end.attempts) for end in ends] == [
+            (JobState.SUCCEEDED, 1),
+            (JobState.SUCCEEDED, 0),
+        ]
+        assert at.engine.deaths == [["j0", "j1"], []]
+
+
 async def test_a_job_with_attempts_is_a_suspect_wherever_it_is_claimed(
     client: redis.asyncio.Redis, lab: MakeLab, poison: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
