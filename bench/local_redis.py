@@ -226,6 +226,8 @@ class Sentinels:
                 # The Sentinels would do it, but look at most every ten seconds.
                 server.ask("REPLICAOF", HOST, str(primary.port))
         self._await_replicas()
+        for sentinel in self.sentinels:
+            await_true("Sentinels see the replicas", lambda one=sentinel: self._sees_replicas(one))  # type: ignore[misc]
 
     def stop(self) -> None:
         """Kills all."""
@@ -241,10 +243,13 @@ class Sentinels:
 
         await_true("replicas are in sync", in_sync)
 
+    def _sees_replicas(self, sentinel: RedisServer) -> bool:
+        """Whether a Sentinel takes all but the primary for replicas that are up."""
+        flags = [_table(one)["flags"] for one in sentinel.ask("SENTINEL", "SLAVES", SERVICE)]
+        return flags == ["slave"] * (len(self.servers) - 1)
+
     def _complete(self, sentinel: RedisServer) -> bool:
-        flat = sentinel.ask("SENTINEL", "MASTER", SERVICE)
-        about = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
-        known = {_word(name): _word(value) for name, value in about.items()}
+        known = _table(sentinel.ask("SENTINEL", "MASTER", SERVICE))
         others, replicas = int(known["num-other-sentinels"]), int(known["num-slaves"])
         return (others, replicas) == (2, len(self.servers) - 1)
 
@@ -352,3 +357,9 @@ class Cluster:
 
 def _word(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _table(flat: Any) -> dict[str, str]:
+    """Names and values, as newer protocols and clients give them or one after the other."""
+    about = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
+    return {_word(name): _word(value) for name, value in about.items()}

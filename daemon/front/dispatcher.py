@@ -343,7 +343,8 @@ class Dispatcher:
                         patient_until_s = now_s + lease_s
                     reaped = await self._store.reap() if now_s >= patient_until_s else None
                 well_s = time.monotonic()
-                self._health.note(None)
+                if reaped is not None:  # Counting only reads: it says nothing of a server that can't write.
+                    self._health.note(None)
             except BatondError as error:
                 self._health.note(error)
             else:

@@ -30,7 +30,9 @@ def test_daemons_of_all_models_are_listed(client: Any) -> None:
 
 
 def test_batonctl_shows_them(daemon: Any) -> None:
-    shown = CliRunner().invoke(app, ["--server", f" {daemon.target},{daemon.target}", "daemons"])
+    shown = CliRunner().invoke(
+        app, ["--server", f" {daemon.target},{daemon.target}", "daemons"], env={"COLUMNS": "200"}
+    )
     assert shown.exit_code == 0, shown.output
     header, first, second = shown.output.splitlines()
     assert header.split() == ["model", "address", "state", "rows", "jobs", "version", "since", "daemon"]

@@ -6,6 +6,7 @@ import logging
 import math
 import random
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_what_is_no_policy_changes_nothing(llama: Any, make_engine: MakeEngine, 
 def test_the_engine_process_exchanges_the_policy(llama: Any, make_engine: MakeEngine) -> None:
     """SetPolicy is answered, and the snapshot shows the policy."""
     engine = make_engine(llama)
-    process = EngineProcess(engine, cast("EngineChannel", None))
+    process = EngineProcess(engine, cast("EngineChannel", Mock()))
     assert engine.snapshot().policy == "priority"
     process._apply(SetPolicy(name="fair", request_id=7))
     process._apply(SetPolicy(name="lottery", request_id=8))
@@ -238,7 +239,7 @@ def test_a_change_that_is_not_noted_is_found(llama: Any, make_engine: MakeEngine
 def test_deadline_and_weight_reach_the_policy(llama: Any, make_engine: MakeEngine) -> None:
     """Of two alike, the one whose deadline comes first gets the row first; fair shares see the weight."""
     engine = make_engine(llama, rows=1, policy="deadline")
-    process = EngineProcess(engine, cast("EngineChannel", None))
+    process = EngineProcess(engine, cast("EngineChannel", Mock()))
     for query_id, left_s in (("late", 900.0), ("soon", 3.0)):
         process._apply(
             Submit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_exchange_brings_the_options_configured_for_the_policy(llama: Any, make_
     """The message names a policy; its options are those of the configuration."""
     engine = make_engine(llama, rows=1)
     options: dict[str, dict[str, bool | int | float]] = {"mlfq": {"queues": 3, "ageing_s": 7.0}}
-    process = EngineProcess(engine, cast("EngineChannel", None), options)
+    process = EngineProcess(engine, cast("EngineChannel", Mock()), options)
     process._apply(SetPolicy(request_id=1, name="mlfq"))
     policy = engine.planner.policy
     assert isinstance(policy, Mlfq)

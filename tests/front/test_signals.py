@@ -66,6 +66,7 @@ def test_before_anybody_listens_it_is_kept() -> None:
     first = (
         "import os, signal\n"
         "from batond.daemon.early import early\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # Under nohup it is ignored, and stays so.
         "early.listen()\n"
         "os.kill(os.getpid(), signal.SIGHUP)\n"
     )

@@ -30,7 +30,7 @@ TENANTS = ("a", "b", "Zoë", "~x", "/y", "m n")
 DAEMONS = ("d1", "d2", "d3")
 NEVER_LEASE_MS = 10**12
 BEGIN_MS = 1_700_000_000_000 // 60_000 * 60_000
-TIME = "redis.call('TIME')"
+TIME = "server.call('TIME')"
 CLOCK = "redis.call('HMGET', 'test:time', 's', 'us')"
 
 

@@ -6,6 +6,7 @@ import functools
 import random
 from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -722,7 +723,7 @@ def test_bounds_hold_and_what_is_loaded_is_what_was_kept(turns: list[tuple[int, 
 
 def test_the_engine_process_hands_sessions_on_and_shows_them(llama: Any, make_engine: MakeEngine) -> None:
     engine = make_engine(llama)
-    process = EngineProcess(engine, cast("EngineChannel", None))
+    process = EngineProcess(engine, cast("EngineChannel", Mock()))
     for number, session_id in enumerate(("chat", "chat", "")):
         process._apply(
             Submit(
