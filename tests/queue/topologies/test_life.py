@@ -46,9 +46,10 @@ BUDGET_S = 8.0
 
 
 async def test_the_servers_are_found_fit(place: Sentinels | Cluster, target: RedisTarget) -> None:
-    about = await check_target(target)
     counts = "3 primaries, 3 replicas" if isinstance(place, Cluster) else "1 primaries, 2 replicas"
-    assert about.endswith(counts)
+    async with asyncio.timeout(30):  # On a busy machine Sentinels may take one to be down for a moment.
+        while not (await check_target(target)).endswith(counts):
+            await asyncio.sleep(0.1)
 
 
 async def test_a_job_lives(queue: Queue) -> None:
