@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.redis]
 TIMEOUT_S = 20.0
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commits each step by itself: joined, a turn is over before a look at Redis from outside sees it."""
     monkeypatch.setattr(Merger, "add", lambda *_: False)
@@ -172,6 +172,7 @@ async def test_a_suspect_that_proves_itself_runs_among_others_again(
         assert any(len(names) == 4 for names in at.engine.together[-250:])
 
 
+@pytest.mark.usefixtures("step_by_step")
 async def test_a_daemon_that_dies_while_it_tries_a_job_alone_is_evidence(
     client: redis.asyncio.Redis, lab: MakeLab, poison: int
 ) -> None:
