@@ -1,10 +1,10 @@
 """The heart of the front: jobs from Redis to the engine, and what came of them back and to watchers.
 
-    claim loop      Redis ──claim──> held_jobs: lease, hub ──trials: Submit──> engine
+    claims          Redis ──claim──> held_jobs: lease, hub ──trials: Submit──> engine
     engine events   engine ──StepEvents──> one commit per step ──> committer
     committer       commits in order ──commit_step──> Redis, then hub; kept and retried while Redis is away
     trials          an engine died ──> suspects get the next one alone, in turns, until proven or convicted
-    notices         Redis ──wake, cancel, update──> claim loop, engine
+    notices         Redis ──wake, cancel, update──> claims, engine
     endings         somebody asked, or a deadline passes ──Cancel──> engine; or an end without its word
     reaper          expired leases and results, late jobs that wait, figures for metrics
 
@@ -14,17 +14,17 @@ Every task runs on one asyncio loop. `HeldJobs` is the state they share.
 from __future__ import annotations
 
 import asyncio
-import math
-import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 from batond.daemon.errors import BatondError, NotFoundError, StateError
+from batond.daemon.front.claims import Claims
 from batond.daemon.front.committer import RETRY_REDIS_S, Committer
 from batond.daemon.front.endings import Endings
 from batond.daemon.front.engine_desk import EngineDesk
 from batond.daemon.front.figures import Figures
 from batond.daemon.front.held_jobs import HeldJobs
+from batond.daemon.front.reaper import Reaper
 from batond.daemon.front.redis_health import RedisHealth
 from batond.daemon.front.trials import Trials
 from batond.daemon.queue import NoticeKind
@@ -43,10 +43,6 @@ if TYPE_CHECKING:
     from batond.daemon.wire.messages import QueryEvent, Ready, Snapshot, StepEvents
     from batond.policies.classes import SlaClasses
 
-IDLE_CLAIM_S: Final = 1.0  # A lost wake-up costs no more than this.
-REAP_EVERY_S: Final = 1.0
-#: Part of a lease after which one may have run out unrenewed: each is renewed four times (lease.py).
-AWAY_FOR_LONG: Final = 0.25
 #: At the end, how long Redis is waited for; what it did not take is computed again after the leases.
 SAVE_TIMEOUT_S: Final = 5.0
 #: Then all that is not saved is given back in one call, if Redis answers it.
@@ -72,7 +68,6 @@ class Dispatcher:
 
     Attributes:
         snapshot: The batch as the engine last described it.
-        counts: The queue as last counted.
         draining: No more claims.
     """
 
@@ -91,11 +86,7 @@ class Dispatcher:
         tenants: Callable[[], Mapping[str, TenantLimits]] = dict,
     ) -> None:
         self._store, self._hub, self._owner = store, hub, owner
-        self._classes, self._metrics = classes, metrics
-        self._lease_ms, self._claim_ahead = int(lease_s * 1000), claim_ahead
-        self._tenants = tenants
-        self._limits: Mapping[str, TenantLimits] = {}  # As last claimed with.
-        self._wake, self._claims_ended = asyncio.Event(), asyncio.Event()
+        self._metrics = metrics
         self._snapshot_news = asyncio.Event()
         self._figures = Figures(metrics, classes.names)
         self._health = RedisHealth(metrics)
@@ -119,13 +110,34 @@ class Dispatcher:
             committer=committer,
             classes=classes,
             metrics=metrics,
-            limits=lambda: self._limits,
+            limits=lambda: self._claims.limits,
         )
         self._endings = Endings(
             store=store, jobs=jobs, desk=desk, committer=committer, classes=classes, on_update=self.wake
         )
+        self._claims = Claims(
+            store=store,
+            owner=owner,
+            jobs=jobs,
+            desk=desk,
+            health=self._health,
+            figures=self._figures,
+            classes=classes,
+            lease_s=lease_s,
+            claim_ahead=claim_ahead,
+            tenants=tenants,
+            draining=lambda: self.draining,
+            take=self._take,
+        )
+        self._reaper = Reaper(
+            store=store,
+            jobs=jobs,
+            health=self._health,
+            figures=self._figures,
+            lease_s=lease_s,
+            on_requeued=self.wake,
+        )
         self.snapshot: Snapshot | None = None
-        self.counts: Counts | None = None
         self.draining = False
 
     # -- what the services ask ------------------------------------------------------------------------
@@ -134,6 +146,11 @@ class Dispatcher:
     def running_jobs(self) -> int:
         """Jobs held by this daemon."""
         return len(self._jobs)
+
+    @property
+    def counts(self) -> Counts | None:
+        """The queue as last counted."""
+        return self._reaper.counts
 
     @property
     def policy(self) -> str:
@@ -152,7 +169,7 @@ class Dispatcher:
 
     def wake(self) -> None:
         """A job was submitted here: claim at once."""
-        self._wake.set()
+        self._claims.wake()
 
     def cancel(self, tenant: str, job_id: str) -> None:
         """End a job that this daemon holds, as somebody asked."""
@@ -200,11 +217,11 @@ class Dispatcher:
         """Run all tasks until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for name, task in (
-                ("claim", self._claim_forever()),
+                ("claim", self._claims.run()),
                 ("commit", self._committer.run()),
                 ("trials", self._trials.run()),
                 ("notices", self._listen_forever()),
-                ("reap", self._reap_forever()),
+                ("reap", self._reaper.run()),
                 ("endings", self._endings.end_here()),
                 ("updates", self._endings.take_updates()),
             ):
@@ -213,9 +230,9 @@ class Dispatcher:
     async def drain(self, timeout_s: float) -> None:
         """Stop intake, let jobs finish for `timeout_s`, and hand back the rest with their tokens."""
         self.draining = True
-        self._wake.set()
+        self._claims.wake()
         self._hub.poke_all()  # Who watches a job that runs elsewhere shall watch it elsewhere.
-        await self._claims_ended.wait()  # A claim under way still brings its jobs.
+        await self._claims.ended.wait()  # A claim under way still brings its jobs.
         try:
             async with asyncio.timeout(timeout_s):
                 await self._jobs.empty.wait()
@@ -244,74 +261,23 @@ class Dispatcher:
             return  # Redis is away: the leases run out.
         _log.info("jobs_released", jobs=len(released))
 
-    async def _claim_forever(self) -> None:
-        claimed_s = -math.inf
-        while not self.draining:
-            self._wake.clear()
-            # Without room a claim finds only what an answer that was lost had given: now and then is enough.
-            due = time.monotonic() - claimed_s >= IDLE_CLAIM_S
-            came = False
-            if self._desk.ready is not None and (due or self._room()):
-                claimed_s = time.monotonic()
-                came = await self._claim()
-            if not came:
-                await self._sleep_until_wake(IDLE_CLAIM_S)
-        self._claims_ended.set()
-
-    async def _claim(self) -> bool:
-        """Claim what there is room for; returns whether anything came."""
-        try:
-            self._limits = self._tenants()
-            with self._health.asking():
-                claimed = await self._store.claim(
-                    self._owner,
-                    self._room(),
-                    lease_ms=self._lease_ms,
-                    tenants=self._limits,
-                    on_rest=self._figures.rested,
-                )
-        except BatondError as error:
-            self._health.note(error)
-            await asyncio.sleep(RETRY_REDIS_S)
-            return False
-        if claimed:  # A claim of nothing reads only: it says nothing of a server that can't write.
-            self._health.note(None)
-        for job in claimed:
-            held = self._take(job)
-            if held is not None and not held.open_choices:
-                # A hand wrote its output, or its record: no query of it would ever report an end.
-                await self._committer.put(held.digest([]))
-        return bool(claimed)
-
-    def _room(self) -> dict[str, int]:
-        """Jobs to claim per class: an urgent job is claimed although all rows are taken.
-
-        A job of several choices counts as so many, but is claimed where there is room for one.
-        """
-        ready = self._desk.ready
-        if ready is None or self.draining:
-            return {}
-        held: Counter[str] = Counter()
-        for job in self._jobs:
-            held[job.claimed.record.sla_class] += max(1, len(job.open_choices))
-        most = ready.rows + self._claim_ahead
-        return {name: most - held[name] for name in self._classes.names if held[name] < most}
-
-    def _take(self, job: ClaimedJob) -> HeldJob | None:
-        """Hold what was claimed; None if it is held already."""
+    async def _take(self, job: ClaimedJob) -> None:
+        """Hold what was claimed, unless it is held already."""
         before = self._jobs.get(job.record.tenant, job.record.job_id)
         if before is not None and before.claimed.record.epoch == job.record.epoch:
-            return None  # The answer to an earlier claim had been lost, or so Redis thought.
+            return  # The answer to an earlier claim had been lost, or so Redis thought.
         if before is not None:
             self._committer.abandon(before)
         held = self._jobs.take(job)
         self._trials.take(held)
         self._endings.watch(held)
-        return held
+        if not held.open_choices:
+            # A hand wrote its output, or its record: no query of it would ever report an end.
+            await self._committer.put(held.digest([]))
 
     def _left(self, held: HeldJob) -> None:
         self._trials.left(held)
-        self._wake.set()
+        self._claims.wake()
 
     async def _listen_forever(self) -> None:
         while True:
@@ -322,39 +288,10 @@ class Dispatcher:
                     elif notice.kind is NoticeKind.UPDATE:
                         self.update(notice.tenant, notice.job_id)
                     else:
-                        self._wake.set()
+                        self._claims.wake()
             except BatondError as error:
                 self._health.note(error)
             await asyncio.sleep(RETRY_REDIS_S)
-
-    async def _reap_forever(self) -> None:
-        """Reap and count; after Redis was away, not before all who live could renew leases that ran out.
-
-        They run out only while it is away for long: calls that fail now and then put nothing off.
-        """
-        lease_s = self._lease_ms / 1000
-        well_s, patient_until_s = time.monotonic(), 0.0
-        while True:
-            try:
-                with self._health.asking():
-                    self.counts = await self._store.counts()
-                    now_s = time.monotonic()
-                    if now_s - well_s > REAP_EVERY_S + lease_s * AWAY_FOR_LONG:
-                        patient_until_s = now_s + lease_s
-                    reaped = await self._store.reap() if now_s >= patient_until_s else None
-                well_s = time.monotonic()
-                if reaped is not None:  # Counting only reads: it says nothing of a server that can't write.
-                    self._health.note(None)
-            except BatondError as error:
-                self._health.note(error)
-            else:
-                if reaped is not None and reaped.late:
-                    _log.info("jobs_late", failed=len(reaped.late))
-                if reaped is not None and (reaped.requeued or reaped.dead):
-                    _log.warning("jobs_reaped", requeued=len(reaped.requeued), dead=len(reaped.dead))
-                    self._wake.set()
-                self._figures.counted(self._jobs, self.counts)
-            await asyncio.sleep(REAP_EVERY_S)
 
     # -- the engine speaks (EngineHandler) ------------------------------------------------------------
 
@@ -363,7 +300,7 @@ class Dispatcher:
         self._metrics.engine_up.set(1)
         self._desk.engine_up(ready)
         self._trials.engine_up()
-        self._wake.set()
+        self._claims.wake()
 
     def engine_begins(self, query_ids: Sequence[str]) -> None:
         """The engine is about to compute queries for the first time."""
@@ -421,10 +358,3 @@ class Dispatcher:
         if self._trials.tries(held):
             raise StateError("an engine died with it: it is being tried alone first", reason="SUSPECT")
         return held
-
-    async def _sleep_until_wake(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._wake.wait()
-        except TimeoutError:
-            return

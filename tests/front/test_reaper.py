@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batond.daemon.errors import UnavailableError
-from batond.daemon.front import dispatcher as module
+from batond.daemon.front import reaper
 
 MakeScene = Any
 
@@ -18,8 +18,8 @@ async def test_calls_that_fail_now_and_then_put_no_reap_off(
     scene: MakeScene, monkeypatch: pytest.MonkeyPatch, away_for_long: float, *, reaps: bool
 ) -> None:
     """D2: only an outage in which leases may have run out does."""
-    monkeypatch.setattr(module, "REAP_EVERY_S", 0.001)
-    monkeypatch.setattr(module, "AWAY_FOR_LONG", away_for_long)
+    monkeypatch.setattr(reaper, "REAP_EVERY_S", 0.001)
+    monkeypatch.setattr(reaper, "AWAY_FOR_LONG", away_for_long)
     at = scene()
     counted, reaped, often = at.queue.counts, asyncio.Event(), asyncio.Event()
     calls = 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batond.daemon.front import committer, dispatcher, redis_health
+from batond.daemon.front import claims, committer, reaper, redis_health
 from batond.daemon.queue import EmbeddedRedis, JobState, open_async
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ async def test_a_server_that_can_not_write_is_noticed_while_nothing_runs(
     own: EmbeddedRedis, theirs: redis.asyncio.Redis, lab: MakeLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D4: and the word stays, although claims of nothing are answered."""
-    monkeypatch.setattr(dispatcher, "REAP_EVERY_S", 0.01)
-    monkeypatch.setattr(dispatcher, "IDLE_CLAIM_S", 0.01)
+    monkeypatch.setattr(reaper, "REAP_EVERY_S", 0.01)
+    monkeypatch.setattr(claims, "IDLE_CLAIM_S", 0.01)
     async with lab(theirs) as at:
         admin = open_async(own.url)
         await fill_memory(admin, own.folder, ill=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batond.daemon.errors import StateError
+from batond.daemon.front import suspects
 from batond.daemon.front.merge import Merger
 from batond.daemon.queue import JobState, open_async
 from batond.daemon.wire.messages import HandBack
@@ -174,9 +175,11 @@ async def test_a_suspect_that_proves_itself_runs_among_others_again(
 
 @pytest.mark.usefixtures("step_by_step")
 async def test_a_daemon_that_dies_while_it_tries_a_job_alone_is_evidence(
-    client: redis.asyncio.Redis, lab: MakeLab, poison: int
+    client: redis.asyncio.Redis, lab: MakeLab, poison: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D8: a job that takes the whole daemon along; Redis knows that it was alone in its engine."""
+    for name in ("PROOF_TOKENS", "MOST_PROOF_TOKENS"):  # The turn lasts until the daemon is gone.
+        monkeypatch.setattr(suspects, name, 90_000)
     at = lab(client)
     async with at:
         await at.submit("good", max_tokens=100_000)
