@@ -29,6 +29,8 @@ RETRY_REDIS_S: Final = 0.25
 MOST_UNSAVED_BYTES: Final = 64 << 20
 #: Of this, what goes to Redis in one call: encoding it holds the event loop, and writing it the server.
 MOST_JOINED_BYTES: Final = 4 << 20
+#: Jobs of one call. While Redis writes one part of a large step, watchers are shown the part before it.
+JOBS_A_CALL: Final = 64
 #: What a job's part of a step takes besides its output, in Python's objects.
 _STEP_BYTES: Final = 1024
 _TOKEN_BYTES: Final = 40
@@ -114,7 +116,9 @@ class Committer:
                     break
                 size += following[1]
                 following = None
-            await self._save(merger.steps)
+            steps = merger.steps
+            for first in range(0, len(steps), JOBS_A_CALL):
+                await self._save(steps[first : first + JOBS_A_CALL])
             self._kept(-size)
 
     async def _save(self, steps: Sequence[JobStep]) -> None:
