@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 from typing import TYPE_CHECKING, Final
 
 from grpc_health.v1 import health
 
 from batond.daemon.config_base import split_address
+from batond.daemon.front import collector
 from batond.daemon.front.local_admin import AdminSocket, user_ids
 from batond.daemon.front.server import build_admin_server, build_server, keep_health, open_sockets
 from batond.daemon.front.serving import Serving
@@ -43,8 +43,7 @@ class Life:
         """Serve until told to stop, then drain."""
         parts, notifier = self._parts, self._notifier
         await parts.book.load()  # Before anybody can call.
-        gc.collect()
-        gc.freeze()  # What was imported stays; a look at it, with transformers, stops all streams for 0.1 s.
+        collector.settle()
         health_servicer = health.aio.HealthServicer()
         serving = Serving(
             lambda: build_server(self._settings, parts.jobs, parts.admin, health_servicer, parts.tls),

@@ -6,19 +6,23 @@ has none: a client that comes back to it would get text twice. So events are joi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from batond.daemon.front.steps import JobStep
 from batond.daemon.queue import Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from batond.daemon.front.steps import JobStep
     from batond.daemon.queue import StepCommit
 
+#: Fields of a commit, and what in them says nothing.
+_NOTHING: Final = (
+    *((field, -1) for field in ("prompt_tokens", "preemptions", "recomputed_tokens", "cached_prompt_tokens")),
+    *((field, "") for field in ("finish_reason", "error_reason", "error_message")),
+)
 #: Tokens of one choice in one commit, at most.
 MOST_TOKENS: Final = 512
 
@@ -74,7 +78,7 @@ def _join(first: JobStep | None, second: JobStep) -> JobStep | None:
         else:
             return None
     commit = _commit(first.commit, second.commit, tuple(chunks.values()))
-    return replace(second, commit=commit, events=events)
+    return JobStep(second.held, commit, events, second.usage)
 
 
 def _place(events: Iterable[object], chunk: Chunk) -> int:
@@ -104,17 +108,10 @@ def _joined(before: Chunk, chunk: Chunk) -> Chunk:
 
 def _commit(first: StepCommit, second: StepCommit, chunks: tuple[Chunk, ...]) -> StepCommit:
     """The second, with what only the first says."""
-
-    def later(field: str, nothing: object) -> object:
-        value = getattr(second, field)
-        return getattr(first, field) if value == nothing else value
-
-    counts = ("prompt_tokens", "preemptions", "recomputed_tokens", "cached_prompt_tokens")
-    words = ("finish_reason", "error_reason", "error_message")
-    return msgspec.structs.replace(
-        second,
-        chunks=chunks,
-        state=second.state or first.state,
-        **{field: later(field, -1) for field in counts},
-        **{field: later(field, "") for field in words},
-    )
+    changes: dict[str, object] = {"chunks": chunks}
+    if second.state is None:
+        changes["state"] = first.state
+    for field, nothing in _NOTHING:
+        if getattr(second, field) == nothing:
+            changes[field] = getattr(first, field)
+    return msgspec.structs.replace(second, **changes)

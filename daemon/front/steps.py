@@ -30,7 +30,7 @@ def choice_of(query_id: str) -> int:
     return int(query_id.partition("#")[2] or 0)  # References are quoted: none has the sign itself.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Frozen, making one would take four times as long, and one is made a row and step.
 class JobStep:
     """What a step did to one job.
 
@@ -54,7 +54,7 @@ class _Output:
     first_index: int
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str = ""
 
@@ -67,7 +67,7 @@ class _Output:
             token_ids=self.token_ids,
             text=self.text,
             choice=choice,
-            logprobs=self.logprobs or None,
+            logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             finish_reason=self.finish_reason,
         )
@@ -79,6 +79,8 @@ class StepBuilder:
     Args:
         held: The job.
     """
+
+    __slots__ = ("_error", "_events", "_held", "_moved", "_outputs")
 
     def __init__(self, held: HeldJob) -> None:
         self._held = held
@@ -161,7 +163,8 @@ class StepBuilder:
         output = self._output(index)
         output.token_ids += event.token_ids
         output.text += event.text
-        output.logprobs += event.logprobs or ()
+        if event.logprobs:
+            output.logprobs = [*(output.logprobs or ()), *event.logprobs]
         output.prompt_logprobs = output.prompt_logprobs or event.prompt_logprobs
         self._held.choices[index].token_ids += event.token_ids
 

@@ -147,7 +147,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.output_tokens + sum(self.choice_tokens.values())
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Output committed at once. What a job did not ask for takes no room.
 
     Attributes:
@@ -222,7 +222,7 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
         return self.choices[0].text
 
 
-class StepCommit(msgspec.Struct, frozen=True, kw_only=True):
+class StepCommit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step did to one job. Empty strings and -1 leave a field as it is.
 
     Attributes:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     import redis.asyncio
 
+    from batond.daemon.front.held import HeldJob
     from batond.daemon.queue import JobRecord
 
 TIMEOUT_S = 20.0
@@ -218,6 +219,15 @@ class Lab:
                 record = await self.store.get("t", job_id)
                 if true(record):
                     return record
+                await asyncio.sleep(0.005)
+
+    async def held(self, job_id: str) -> HeldJob:
+        """The job, once it is held here: a claim is in Redis before its answer is here."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while True:
+                held = self.dispatcher._jobs.get("t", job_id)
+                if held is not None:
+                    return held
                 await asyncio.sleep(0.005)
 
     async def tokens(self, job_id: str) -> list[int]:
