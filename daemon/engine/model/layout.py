@@ -176,7 +176,7 @@ class RecordLayout:
         return KVSlice(tokens, state)
 
     def random(self, count: int, device: torch.device, noise: torch.Generator) -> KVSlice:
-        """A slice of `count` made-up tokens; states are zero, as at the start.
+        """A slice of `count` made-up tokens, drawn where the noise is; states are zero, as at the start.
 
         Numbers are drawn at random. Values repeat as the tokens of a text do: unlike keys they know nothing
         of their position, so those of equal tokens are equal, which a selection by values must bear.
@@ -203,7 +203,7 @@ class RecordLayout:
 
 def _draw(slot: Slot, shape: tuple[int, ...], noise: torch.Generator) -> torch.Tensor:
     if slot.dtype.is_floating_point:
-        return torch.randn(shape, generator=noise).to(slot.dtype)
+        return torch.randn(shape, generator=noise, device=noise.device).to(slot.dtype)
     return torch.zeros(shape, dtype=slot.dtype)
 
 

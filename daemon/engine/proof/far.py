@@ -50,7 +50,8 @@ def far_error(model: CausalModel, layout: RecordLayout, way: Way) -> float:
             takes is not defined and changes with the columns' number, so padding would change tokens.
     """
     tokens = far_tokens(model, layout)
-    noise = torch.Generator().manual_seed(1)
+    # Drawn on the device: a host takes many seconds for a gigabyte.
+    noise = torch.Generator(model.device).manual_seed(1)
     mate = layout.random(tokens + _PADDING_COLUMNS, model.device, noise)
     half, _ = _watched_step(layout.random(tokens // 2, model.device, noise), way)
     mine = layout.random(tokens, model.device, noise)
@@ -75,7 +76,7 @@ def far_chunk_error(model: CausalModel, layout: RecordLayout, way: Way) -> float
 
     Shows whether a choice among columns that begins far away sees a chunk as it sees its tokens.
     """
-    kv = layout.random(far_tokens(model, layout), model.device, torch.Generator().manual_seed(1))
+    kv = layout.random(far_tokens(model, layout), model.device, torch.Generator(model.device).manual_seed(1))
     together, apart = way.prompt(), way.prompt()
     together.embed(0, kv)
     chunk = together.step({0: list(_FAR_CHUNK)})[0]
@@ -100,7 +101,7 @@ def window_error(
         tokens: More than the window.
         new: What the step computes: one token, or a chunk of a prompt.
     """
-    kv = layout.random(tokens, model.device, torch.Generator().manual_seed(1))
+    kv = layout.random(tokens, model.device, torch.Generator(model.device).manual_seed(1))
     batch.embed(0, kv)
     ours = batch.step({0: new})[0]
     cache = model.transformers_cache(layout, kv)
