@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,9 @@ from batond.bench import (
     workloads,
 )
 from batond.bench import engine as engine_bench
+from batond.bench.gpu import run as gpu_bench
+from batond.bench.gpu import tables as gpu_tables
+from batond.bench.gpu.sizes import SHAPES
 from batond.daemon.errors import BatondError
 from batond.daemon.simulator.command import policy_list
 from batond.daemon.simulator.options import pairs
@@ -277,6 +281,49 @@ def load_command(  # noqa: PLR0917 - typer calls it by name
     load.show(console, report)
     if output is not None:
         load.write(output, report)
+
+
+@app.command("gpu")
+def gpu_command(  # noqa: PLR0917 - typer calls it by name
+    shape: Annotated[str, typer.Option(help=f"Of {', '.join(SHAPES)}, separated by commas.")] = ",".join(
+        gpu_bench.DEFAULTS.shapes
+    ),
+    dtype: Annotated[str, typer.Option(help=f"Of {', '.join(gpu_bench.DTYPES)}.")] = gpu_bench.DEFAULTS.dtype,
+    batch: Annotated[str, typer.Option(help="Rows, separated by commas.")] = ",".join(
+        map(str, gpu_bench.DEFAULTS.batches)
+    ),
+    context: Annotated[str, typer.Option(help="Tokens of each row, separated by commas.")] = ",".join(
+        map(str, gpu_bench.DEFAULTS.contexts)
+    ),
+    device: Annotated[
+        str, typer.Option(help="A card, or cpu, where times mean nothing.")
+    ] = gpu_bench.DEFAULTS.device,
+    output: Annotated[Path | None, typer.Option(help="Also write every figure as JSON.")] = None,
+    *,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One shape, fewer cells and rounds, where nothing else is said.")
+    ] = False,
+) -> None:
+    """Measure decode, prompts, parks and urgent answers on a card against what it reaches at best."""
+    console, progress = Console(), Console(stderr=True)
+    console.width = max(console.width, TABLE_WIDTH)
+    options = gpu_bench.Options(
+        shapes=tuple(shape.split(",")),
+        dtype=dtype,
+        batches=tuple(int(number) for number in batch.split(",")),
+        contexts=tuple(int(number) for number in context.split(",")),
+        device=device,
+    )
+    began_s = time.monotonic()
+
+    def tell(what: str) -> None:
+        line = f"{time.monotonic() - began_s:6.1f} s  {what}"
+        progress.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    report = gpu_bench.run(options.quick() if quick else options, tell)
+    gpu_tables.show(console, report)
+    if output is not None:
+        gpu_bench.write(output, report)
 
 
 def main() -> None:
