@@ -310,8 +310,8 @@ def gpu_command(  # noqa: PLR0917 - typer calls it by name
     options = gpu_bench.Options(
         shapes=tuple(shape.split(",")),
         dtype=dtype,
-        batches=tuple(int(number) for number in batch.split(",")),
-        contexts=tuple(int(number) for number in context.split(",")),
+        batches=_numbers("batch", batch),
+        contexts=_numbers("context", context),
         device=device,
     )
     began_s = time.monotonic()
@@ -324,6 +324,13 @@ def gpu_command(  # noqa: PLR0917 - typer calls it by name
     gpu_tables.show(console, report)
     if output is not None:
         gpu_bench.write(output, report)
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"--{name} is whole numbers with commas between, not {text!r}") from error
 
 
 def main() -> None:

@@ -108,7 +108,15 @@ def steps_table(steps: Iterable[DecodeStep]) -> Table:
     """Decode steps against their floor."""
     table = _table(
         "Decode step",
-        ("rows x tokens", "floor, ms", "step, ms", "of floor", "kernels busy, ms", "ready, s"),
+        (
+            "rows x tokens",
+            "floor, ms",
+            "step, ms",
+            "of floor",
+            "kernels busy, ms",
+            "attention, ms",
+            "ready, s",
+        ),
     )
     for step in steps:
         table.add_row(
@@ -117,6 +125,7 @@ def steps_table(steps: Iterable[DecodeStep]) -> Table:
             step.step_ms.text(),
             f"{step.of_floor:.2f}",
             f"{step.seen.busy_ms:.2f}" if step.seen else "",
+            f"{step.seen.attention_ms:.2f}" if step.seen and step.seen.attention else "",
             f"{step.ready_s:.1f}",
         )
     return table
@@ -142,16 +151,8 @@ def attention_table(attention: Iterable[Attention]) -> Table:
 def prompts_table(prompts: Iterable[PromptTime]) -> Table:
     """Prompts against their floors."""
     table = _table(
-        "Prompt in one chunk, apart from the batch",
-        (
-            "tokens",
-            "compute floor, ms",
-            "weights floor, ms",
-            "ms",
-            "of floor",
-            "kernels busy, ms",
-            "slice, ms",
-        ),
+        "Prompt in one chunk, apart from the batch; times in ms",
+        ("tokens", "compute floor", "weights floor", "time", "of floor", "kernels busy", "its slice"),
     )
     for one in prompts:
         table.add_row(
