@@ -184,6 +184,7 @@ class Committer:
         """Commit job by job, so that one that Redis can't take fails alone."""
         if len(commits) == 1:
             lost = commits[0]
+            self._store.forget(self._owner, lost.tenant, lost.job_id, epoch=lost.epoch)  # Its lease runs out.
             refusal = Refusal(tenant=lost.tenant, job_id=lost.job_id, why=Why.MISSING, output_tokens=0)
             return CommitResult(refused=[refusal], cancel=[])
         results = [await self._commit([commit]) for commit in commits]

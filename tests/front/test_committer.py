@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from batond.daemon.errors import BatondError
 from batond.daemon.front.committer import JOBS_A_CALL, Committer
 from batond.daemon.front.hub import LiveJob
 from batond.daemon.front.redis_health import RedisHealth
@@ -41,19 +42,24 @@ def shown(steps: list[JobStep]) -> int:
     return sum(bool(one.held.live.events) for one in steps)
 
 
-async def test_a_part_is_shown_before_the_next_is_durable() -> None:
-    """C1 holds part by part: nothing is shown that Redis does not have."""
-    metrics, store = Metrics(), Store()
-    committer = Committer(
-        store=cast("Any", store),
+def committer_on(store: Any, jobs: Any = None) -> Committer:
+    metrics = Metrics()
+    return Committer(
+        store=store,
         owner="o",
-        jobs=cast("Any", None),
-        desk=cast("Any", None),
+        jobs=jobs,
+        desk=cast("Any", SimpleNamespace(tell_all=lambda *_: None)),
         figures=cast("Any", None),
         metrics=metrics,
         health=RedisHealth(metrics),
         cancel=lambda *_: None,
     )
+
+
+async def test_a_part_is_shown_before_the_next_is_durable() -> None:
+    """C1 holds part by part: nothing is shown that Redis does not have."""
+    store = Store()
+    committer = committer_on(store)
     steps = [step(str(number)) for number in range(2 * JOBS_A_CALL + 1)]
     working = asyncio.create_task(committer.run())
     asked: list[list[str]] = []
@@ -69,3 +75,30 @@ async def test_a_part_is_shown_before_the_next_is_durable() -> None:
         working.cancel()
     assert [name for part in asked for name in part] == [one.commit.job_id for one in steps]
     assert [len(part) for part in asked] == [JOBS_A_CALL, JOBS_A_CALL, 1]
+
+
+async def test_a_job_that_breaks_its_commit_fails_alone_and_is_no_longer_taken_for_held() -> None:
+    """Only then can a claim give it back to this daemon when its lease has run out."""
+    forgotten: list[tuple[str, int]] = []
+    let_go: list[str] = []
+
+    async def commit_step(_: str, commits: Sequence[StepCommit]) -> CommitResult:
+        if any(commit.job_id == "bad" for commit in commits):
+            raise BatondError("no script takes this", reason="INTERNAL")
+        return CommitResult(refused=[], cancel=[])
+
+    def forget(_: str, __: str, job_id: str, *, epoch: int) -> None:
+        forgotten.append((job_id, epoch))
+
+    jobs = SimpleNamespace(let_go=lambda held: let_go.append(held.job_id))
+    committer = committer_on(SimpleNamespace(commit_step=commit_step, forget=forget), jobs)
+    working = asyncio.create_task(committer.run())
+    try:
+        good, bad = step("good"), step("bad")
+        await committer.put(good, bad)
+        await committer.join()
+    finally:
+        working.cancel()
+    assert (shown([good]), shown([bad])) == (1, 0)
+    assert forgotten == [("bad", 1)]
+    assert let_go == ["bad"]
