@@ -117,7 +117,9 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     if settings.queue.named:
         target = target_of(settings.queue)
         if connect:
-            found = asyncio.run(check_target(target, timeout_s=CONNECT_TIMEOUT_S))
+            found = asyncio.run(
+                check_target(target, replicas=settings.queue.wait_replicas, timeout_s=CONNECT_TIMEOUT_S)
+            )
             typer.echo(f"the queue's servers will do: {found}", err=True)
     typer.echo(json.dumps(redacted(settings), indent=2, default=str))
 

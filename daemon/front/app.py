@@ -79,7 +79,7 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
         notifier.loading("starting", EXTEND_START_S)
         embedded = None if settings.queue.named else EmbeddedRedis(settings.queue.state_dir)
         target = await stack.enter_async_context(redis_server(settings, embedded))
-        _log.info("redis", server=await check_target(target))
+        _log.info("redis", server=await check_target(target, replicas=settings.queue.wait_replicas))
         tokenizer = await asyncio.to_thread(parts.load_tokenizer, resolve_model_path(settings.model.path))
         ready = await _unless(stop, engine, listener.first_ready)
         if ready is not None:

@@ -28,13 +28,19 @@ MIN_VERSION: Final[tuple[int, ...]] = (6, 2)
 _log = structlog.get_logger(__name__)
 
 
-async def check_target(target: RedisTarget | str, *, timeout_s: float = TIMEOUT_S) -> str:
+async def check_target(target: RedisTarget | str, *, replicas: int = 0, timeout_s: float = TIMEOUT_S) -> str:
     """Checks all servers that keep jobs, or may do so after a failover, and says what they are.
 
     Primaries must answer; a replica that is away now is left to the operator.
 
+    Args:
+        target: The configured servers.
+        replicas: `queue.wait_replicas`.
+        timeout_s: For a connection, and for each reply.
+
     Raises:
-        ConfigError: A server is too old, evicts keys when its memory is full, or is none of this topology.
+        ConfigError: A server is too old, evicts keys when its memory is full, is none of this topology, or
+            the user may not do all that the queue does.
         UnavailableError: One can't be reached.
     """
     if isinstance(target, str):
@@ -43,24 +49,24 @@ async def check_target(target: RedisTarget | str, *, timeout_s: float = TIMEOUT_
     if target.mode == "standalone":
         async with open_async(target, timeout_s=timeout_s) as client:
             about = await check_server(client)
-            await check_rights(client)
+            await check_rights(client, replicas=replicas)
             return about
     try:
-        primaries, replicas = await _members(target, timeout_s)
+        primaries, others = await _members(target, timeout_s)
     except RedisError as error:
         raise domain_error(error) from error
     for host, port in primaries:
         async with _one(target, host, port, timeout_s) as client:
             about = await check_server(client, cluster=cluster)
-    for host, port in replicas:
+    for host, port in others:
         async with _one(target, host, port, timeout_s) as client:
             try:
                 await check_server(client, cluster=cluster)
             except UnavailableError as error:
                 _log.warning("redis_replica_away", replica=f"{host}:{port}", error=str(error))
     async with open_async(target, key=PROBE_KEY, timeout_s=timeout_s) as client:
-        await check_rights(client)
-    return f"{about}, {target.mode}: {len(primaries)} primaries, {len(replicas)} replicas"
+        await check_rights(client, replicas=replicas)
+    return f"{about}, {target.mode}: {len(primaries)} primaries, {len(others)} replicas"
 
 
 async def check_server(client: redis.asyncio.Redis, *, cluster: bool = False) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from batond.daemon.errors import ConfigError
 from batond.daemon.queue.connection import domain_error, says_forbidden
@@ -82,11 +82,12 @@ return refused
 """
 
 
-async def check_rights(client: redis.asyncio.Redis) -> None:
+async def check_rights(client: redis.asyncio.Redis, *, replicas: int = 0) -> None:
     """Tries all that the daemon will do.
 
     Args:
         client: Of the slot of PROBE_KEY.
+        replicas: `queue.wait_replicas`: WAIT is needed if it is set.
 
     Raises:
         ConfigError: Something is forbidden; the message says what.
@@ -106,6 +107,8 @@ async def check_rights(client: redis.asyncio.Redis) -> None:
             await pubsub.get_message(timeout=1.0)
             await pubsub.unsubscribe(PROBE_CHANNEL)
             await pubsub.get_message(timeout=1.0)
+        if replicas:
+            await _check_wait(client)
     except RedisError as error:
         raise domain_error(error) from error
     if refused:
@@ -114,3 +117,15 @@ async def check_rights(client: redis.asyncio.Redis) -> None:
             f"({next(iter(refused.values()))}). docs/operations.md has the ACL line",
             setting="queue.username",
         )
+
+
+async def _check_wait(client: redis.asyncio.Redis) -> None:
+    try:
+        await cast("Any", client).execute_command("WAIT", 0, 1)  # For nobody: it answers at once.
+    except NoPermissionError as error:
+        user = client.connection_pool.connection_kwargs.get("username") or "default"
+        raise ConfigError(
+            f"queue.wait_replicas is set, and the Redis user may not wait for replicas ({error}). "
+            f"Allow it: ACL SETUSER {user} +wait",
+            setting="queue.wait_replicas",
+        ) from error

@@ -151,6 +151,10 @@ def test_check_config_asks_the_server_if_it_is_told_to(
         captured = capsys.readouterr()
         assert "servers will do: " in captured.err
         assert json.loads(captured.out[captured.out.index("{") :])["queue"]["mode"] == "standalone"
+        server.ask("ACL", "SETUSER", "default", "-wait")
+        assert run("--connect") == 0
+        assert run("--connect", "--set", "queue.wait_replicas=1") == cli.EXIT_CONFIG
+        assert "ACL SETUSER default +wait" in capsys.readouterr().err
         server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
         assert run() == 0
         assert run("--connect") == cli.EXIT_CONFIG

@@ -162,6 +162,19 @@ async def test_waiting_for_replicas_needs_its_right(
         await open_queue(target, replicas=1).submit("a")
 
 
+async def test_a_start_that_waits_for_replicas_asks_for_its_right(
+    set_user: Callable[..., Any], target: RedisTarget
+) -> None:
+    """Before any job comes, and with the line that gives it; who waits for none needs none."""
+    await set_user("-wait")
+    assert await check_target(target)
+    with pytest.raises(ConfigError, match=r"ACL SETUSER batond \+wait") as caught:
+        await check_target(target, replicas=1)
+    assert caught.value.details["setting"] == "queue.wait_replicas"
+    await set_user()
+    assert await check_target(target, replicas=1)
+
+
 async def test_the_keys_and_channels_of_others_are_refused(
     set_user: Callable[..., Any], target: RedisTarget, client: redis.asyncio.Redis
 ) -> None:

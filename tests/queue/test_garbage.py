@@ -33,6 +33,42 @@ async def test_rubbish_in_a_queue_becomes_a_dead_letter(queue: Queue, member: by
     assert await queue.store.dead_letters() == []
 
 
+async def fill(queue: Queue, *names: str) -> None:
+    """Puts dead letters there, the first of them the oldest; all of them of the last hour."""
+    now_s, _ = await queue.client.time()
+    scores = {name: now_s * 1000 - len(names) + i for i, name in enumerate(names)}
+    await queue.client.zadd(queue.store.keys.dead, scores)
+    await queue.client.hset(queue.store.keys.evidence, mapping=dict.fromkeys(names, "{}"))
+
+
+async def make_garbage(queue: Queue, count: int) -> None:
+    """Lets so many letters of garbage be written, one after the other."""
+    for i in range(count):
+        await queue.client.zadd(queue.store.keys.leases, {f"rubbish{i}": 1})
+        await queue.store.reap()
+
+
+async def test_garbage_is_bounded(queue: Queue) -> None:
+    """D13: the oldest of it goes, with its evidence, as more comes; dead jobs stay."""
+    keys = queue.store.keys
+    await fill(queue, *(f"garbage:{i}" for i in range(3)), "t/job", *(f"garbage:{i}" for i in range(3, 999)))
+    await make_garbage(queue, 5)
+    assert await queue.client.zcard(keys.dead) == 1001
+    assert await queue.client.zcount(keys.dead, "-inf", "+inf") == await queue.client.hlen(keys.evidence)
+    assert await queue.client.zrank(keys.dead, "t/job") == 0
+    assert await queue.client.zrank(keys.dead, "garbage:3") is None
+    assert await queue.client.zrank(keys.dead, "garbage:4") == 1
+
+
+async def test_many_dead_jobs_do_not_make_a_letter_long(queue: Queue) -> None:
+    """D13: no letter looks through all that died before it, which age alone takes away."""
+    keys = queue.store.keys
+    await fill(queue, "garbage:beyond", *(f"t/{i}" for i in range(1100)))
+    await make_garbage(queue, 3)
+    assert await queue.client.zcard(keys.dead) == 1104
+    assert await queue.client.zrank(keys.dead, "garbage:beyond") == 0, "it was not looked for"
+
+
 FORGED: dict[str, dict[str, Any]] = {
     "no state": {"state": None},
     "unknown state": {"state": "flying"},

@@ -5,6 +5,7 @@
 local LIVE = { claimed = true, running = true, parked = true }
 local FINAL = { succeeded = true, cancelled = true, failed = true, dead = true }
 local GARBAGE_KEPT = 1000 -- dead letters; older ones go first
+local GARBAGE_SEEN = 16 -- so many beyond those are looked at; each letter pushes one there
 local MOST_CHOICES = 128 -- as in params.py; records may have been written by hand
 
 -- Every command of the scripts goes through here. Where something of another type lies, or no number, a hand has put
@@ -62,7 +63,7 @@ local function letter(name, reason, message, now_ms, history)
   redis.call('HSET', EVIDENCE, name, cjson.encode({
     reason = reason, message = clean(message), died_ms = now_ms, history = clean(history or ''),
   }))
-  for _, old in ipairs(redis.call('ZRANGE', DEAD, 0, -GARBAGE_KEPT - 1)) do
+  for _, old in ipairs(redis.call('ZRANGE', DEAD, -GARBAGE_KEPT - GARBAGE_SEEN, -GARBAGE_KEPT - 1)) do
     if old:sub(1, 8) == 'garbage:' then
       redis.call('ZREM', DEAD, old)
       redis.call('HDEL', EVIDENCE, old)
