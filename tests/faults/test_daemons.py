@@ -146,6 +146,23 @@ def test_a_paused_daemon_finds_its_job_taken_and_its_writes_refused(pair: Crew) 
     assert epoch(pair, job) == 2
 
 
+def test_a_daemon_that_starts_lets_the_living_renew_first(make_crew: Callable[..., Crew]) -> None:
+    """D2: Redis was away until now and leases ran out: who starts takes nothing from who is still there."""
+    crew = make_crew(step_s=0.01, lease_s=10.0)
+    keeper = crew.add()
+    job = new_job(300)
+    insist(keeper, TENANT, job.submit)
+    until(lambda: tokens_of(crew, job) > 20, "tokens")
+    keeper.pause()
+    with crew.redis.client() as client:
+        assert client.zadd(crew.keys.leases, {f"{TENANT}/{job.job_id}": 1}, xx=True) == 0
+        crew.add()
+        keeper.resume()
+        until(lambda: (client.zscore(crew.keys.leases, f"{TENANT}/{job.job_id}") or 0) != 1, "a renewal")
+    finish(keeper, job)
+    assert epoch(crew, job) == 1
+
+
 def test_an_engine_that_stands_still_keeps_its_jobs_as_long_as_its_daemon_lives(pair: Crew) -> None:
     """D12: for three leases; nobody takes the job, and the tokens go on where they stopped."""
     job = new_job(300)

@@ -165,10 +165,10 @@ class Keeper:
 class Scene:
     """A dispatcher at work."""
 
-    def __init__(self, *jobs: ClaimedJob) -> None:
+    def __init__(self, *jobs: ClaimedJob, **options: Any) -> None:
         self.queue = Queue(*jobs)
         self.engine = Engine(READY)
-        parts: dict[str, Any] = {"store": self.queue, "keeper": Keeper(), "link": self.engine}
+        parts: dict[str, Any] = {"store": self.queue, "keeper": Keeper(), "link": self.engine, **options}
         self.dispatcher = Dispatcher(
             **parts,
             hub=Hub(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -42,3 +43,29 @@ async def test_calls_that_fail_now_and_then_put_no_reap_off(
     async with at:
         await asyncio.wait_for(often.wait(), 10)
     assert reaped.is_set() is reaps
+
+
+@pytest.mark.parametrize(("patient_s", "reaps"), [(0.0, True), (3600.0, False)])
+async def test_a_start_reaps_when_all_who_live_could_renew(
+    scene: MakeScene, monkeypatch: pytest.MonkeyPatch, patient_s: float, *, reaps: bool
+) -> None:
+    """D2: it counts at once; what it takes back waits."""
+    monkeypatch.setattr(reaper, "REAP_EVERY_S", 0.001)
+    at = scene(patient_until_s=time.monotonic() + patient_s)
+    counted, reaped = asyncio.Semaphore(0), asyncio.Event()
+
+    async def counts(counting: Any = at.queue.counts) -> Any:
+        counted.release()
+        return await counting()
+
+    async def reap(reaping: Any = at.queue.reap) -> Any:
+        reaped.set()
+        return await reaping()
+
+    monkeypatch.setattr(at.queue, "counts", counts)
+    monkeypatch.setattr(at.queue, "reap", reap)
+    async with at, asyncio.timeout(10):
+        for _ in range(20):
+            await counted.acquire()
+    assert reaped.is_set() is reaps
+    assert at.dispatcher.counts is not None
