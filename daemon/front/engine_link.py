@@ -16,6 +16,7 @@ import msgspec
 
 from batond.daemon import errors
 from batond.daemon.errors import BatondError, UnavailableError
+from batond.daemon.front.overheard import STDERR, Overheard
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.wire.channel import ChannelClosed, ChannelError, FrontChannel
 from batond.daemon.wire.messages import Begins, EngineFailed, LoadFailed, Loading, Ready, StepEvents, Stop
@@ -93,6 +94,7 @@ class EngineLink:
         self._last_words = ""  # Why it dies, by its own word or ours.
         self._command = tuple(command)
         self._process: asyncio.subprocess.Process | None = None
+        self._overheard: Overheard | None = None
         self._channel: FrontChannel | None = None
         self._stopping = False
         self._heard_s = time.monotonic()
@@ -179,15 +181,23 @@ class EngineLink:
 
     async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                str(theirs.fileno()),
-                stdin=asyncio.subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
-                # transformers draws a bar for GGUF files, asked or not: between the lines of the log.
-                env={"TQDM_DISABLE": "1", **os.environ},
-            )
+        stderr: int | None = None
+        if not os.isatty(STDERR):  # A terminal it writes to itself, in colours.
+            self._overheard, stderr = await Overheard.open()
+        try:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    str(theirs.fileno()),
+                    stdin=asyncio.subprocess.PIPE,
+                    stderr=stderr,
+                    pass_fds=(theirs.fileno(),),
+                    # transformers draws a bar for GGUF files, asked or not: between the lines of the log.
+                    env={"TQDM_DISABLE": "1", **os.environ},
+                )
+        finally:
+            if stderr is not None:
+                os.close(stderr)
         self._heard_s, self._last_words = time.monotonic(), ""
         self._channel = await FrontChannel.open(ours)
         if self._process.stdin is not None:
@@ -257,7 +267,7 @@ class EngineLink:
     async def _bury(self, error: Exception) -> str:
         """Make sure that the process is gone; returns why it went."""
         self.ready = None
-        code: int | None = None
+        code, muttered = None, ""
         try:
             if self._channel is not None:
                 # One that reads nothing never takes what is still to be written; it is killed below.
@@ -267,10 +277,15 @@ class EngineLink:
             if self._process is not None:
                 code = await self._end_of(self._process)
         finally:
+            if self._overheard is not None:
+                muttered = await self._overheard.close(LAST_BREATH_S)
+                self._overheard = None
             self._channel = None  # Until then it is silent: a process that can't be killed is no engine.
         words = [self._last_words or str(error)]
         if code is not None:
             words.append(f"exit status {code}" if code >= 0 else f"killed by {_signal_name(-code)}")
+        if muttered:
+            words.append(f"on standard error: {muttered}")
         return "; ".join(words)
 
     @staticmethod

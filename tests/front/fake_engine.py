@@ -3,7 +3,7 @@
 Modes: `serve` answers every Submit with its tokens; `fail` cannot load; `hang` loads for ever; `garbage`
 breaks the framing after Ready; `deaf` ignores Stop; `bars` says whether progress bars are off. A Cancel of
 the id `die` kills the process without a word, as the kernel would; `assert` ends it as a step that fails
-does; `freeze` stops it.
+does; `mutter` complains before it ends; `freeze` stops it.
 """
 
 from __future__ import annotations
@@ -79,6 +79,15 @@ def obey(channel: EngineChannel, command: Command, mode: str) -> bool:
             channel.send(answer(command))
         case Cancel(query_id="die"):
             os._exit(9)
+        case Cancel(query_id="mutter"):
+            lines = [
+                "long ago",
+                *(f"block {i} \x1b[31mfailed\x1b[0m\a: {'x' * 300}" for i in range(3)),
+                "no end",
+            ]
+            sys.stderr.write("\n".join(lines))
+            sys.stderr.flush()
+            os._exit(7)
         case Cancel(query_id="assert"):
             channel.send(EngineFailed(reason="AcceleratorError", message="device-side assert", step=4))
             os._exit(3)

@@ -14,6 +14,7 @@ import pytest
 from batond.daemon.errors import UnavailableError, UnsupportedModelError
 from batond.daemon.front import engine_link
 from batond.daemon.front.engine_link import EngineLink
+from batond.daemon.front.overheard import LINE_CHARS
 from batond.daemon.requests.params import SamplingParams
 from batond.daemon.wire.messages import Cancel, Finished, StepEvents, Submit, Tokens
 from batond.daemon.wire.settings import EngineSettings
@@ -144,6 +145,24 @@ async def test_the_last_words_of_an_engine_are_told(link: EngineLink, ear: Ear) 
     assert first == "step 4: AcceleratorError: device-side assert; exit status 3"
     assert second.startswith("the engine is gone")
     assert second.endswith("; exit status 9")
+
+
+async def test_the_last_lines_of_an_engine_are_evidence_and_stay_in_the_log(
+    link: EngineLink, ear: Ear, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """D8: few, short and printable, on one line; the log has all of it, as it was written."""
+    link.send(Cancel(query_id="mutter"))
+    await ear.until(lambda: ear.notes.count("up fake") == 2)
+    why = ear.whys[0]
+    _, _, said = why.partition("; exit status 7; on standard error: ")
+    assert why.isprintable()
+    *blocks, last = said.split(" | ")
+    assert [block[:16] for block in blocks] == [f"block {i}  failed " for i in range(3)]
+    assert {len(block) for block in blocks} == {LINE_CHARS}
+    assert last == "no end"
+    logged = capfd.readouterr().err
+    assert "long ago\nblock 0 \x1b[31mfailed\x1b[0m\a: " in logged
+    assert "no end" in logged
 
 
 async def test_a_frozen_engine_is_killed_and_replaced(link: EngineLink, ear: Ear) -> None:
