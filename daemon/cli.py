@@ -68,6 +68,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Listen = Annotated[list[str] | None, typer.Option(help="host:port or unix:/path; may be repeated.")]
 Policy = Annotated[str, typer.Option(help="Scheduling policy.")]
 Connect = Annotated[bool, typer.Option("--connect", help="Ask the queue's Redis servers, too.")]
+NoGraphs = Annotated[bool, typer.Option("--no-graphs", help="Capture no decode steps on a card.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
@@ -80,13 +81,14 @@ def serve(  # noqa: PLR0917 - typer passes by name
     listen: Listen = None,
     policy: Policy = "",
     log_level: LogLevel = "",
+    no_graphs: NoGraphs = False,  # noqa: FBT002 - typer wants a default
     assign: Assignments = None,
 ) -> None:
     """Serve a model until SIGTERM, which drains; a second one ends at once. SIGHUP reloads.
 
     Flags go before the environment (BATOND_SECTION__KEY), which goes before the file.
     """
-    flags = _flags(assign, model, rows, device, listen, policy, log_level)
+    flags = _flags(assign, model, rows, device, listen, policy, log_level, no_graphs=no_graphs)
     settings = load_settings(config, flags)
     configure_logging(settings.log.level, settings.log.format)
     from batond.daemon.front.app import serve as serve_forever  # noqa: PLC0415 - takes a second
@@ -103,13 +105,16 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     listen: Listen = None,
     policy: Policy = "",
     log_level: LogLevel = "",
+    no_graphs: NoGraphs = False,  # noqa: FBT002 - typer wants a default
     assign: Assignments = None,
     connect: Connect = False,  # noqa: FBT002 - typer wants a default
 ) -> None:
     """Check the configuration and show it as resolved, secrets left out. Takes the flags of `serve`."""
     from batond.daemon.front.tls import read_tls  # noqa: PLC0415 - brings gRPC
 
-    settings = load_settings(config, _flags(assign, model, rows, device, listen, policy, log_level))
+    settings = load_settings(
+        config, _flags(assign, model, rows, device, listen, policy, log_level, no_graphs=no_graphs)
+    )
     engine_settings(settings)  # Finds the weights.
     load_policy(settings.engine.policy)
     check_configured(settings.policy_options)
@@ -132,6 +137,8 @@ def _flags(  # noqa: PLR0917 - the two commands' own order
     listen: list[str] | None,
     policy: str,
     log_level: str,
+    *,
+    no_graphs: bool,
 ) -> dict[str, Any]:
     """What was given on the command line, as the configuration has it."""
     flags = parse_assignments(assign or [])
@@ -139,6 +146,7 @@ def _flags(  # noqa: PLR0917 - the two commands' own order
         ("model", "path", model or None),
         ("model", "device", device or None),
         ("engine", "rows", rows),
+        ("engine", "graphs", False if no_graphs else None),
         ("engine", "policy", policy or None),
         ("server", "listen", listen or None),
         ("log", "level", log_level or None),

@@ -194,6 +194,8 @@ class EngineConfig(Section):
         ready_limit: Prefilled queries kept ahead of free rows.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row, or refuse it.
         deterministic: Give a query the same bits whatever the load is; see `LocalEngine`.
+        kernels: Decode on a card through the ring's own kernels, where they are exact for the model.
+        graphs: Capture the decode step on a card, where it can be; needs the kernels.
         threads: CPU threads of torch; 0 keeps torch's choice.
     """
 
@@ -211,6 +213,8 @@ class EngineConfig(Section):
     ready_limit: int = Field(default=1, ge=0)
     one_at_a_time: bool = False
     deterministic: bool = False
+    kernels: bool = True
+    graphs: bool = True
     threads: int = Field(default=0, ge=0, le=4096)
 
 

@@ -163,6 +163,8 @@ def engine_settings(settings: Settings) -> EngineSettings:
         ready_limit=engine.ready_limit,
         one_at_a_time=engine.one_at_a_time,
         deterministic=engine.deterministic,
+        kernels=engine.kernels,
+        graphs=engine.graphs,
         threads=engine.threads,
         classes=tuple(settings.sla_classes),
     )

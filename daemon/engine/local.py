@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
+from batond.daemon.engine.batch.card_steps import CardUse
 from batond.daemon.engine.batch.prefill import LOGITS_TOKENS
 from batond.daemon.engine.model.causal import CausalModel, load_model
 from batond.daemon.engine.proof.serving import choose_batch
@@ -96,6 +97,8 @@ class LocalEngine:
             half precision rounding differs with the shape, and now and then a token with it. Costs attention
             over several rows at once, packed prompts and sessions; refused where a probe finds other bits.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
+        kernels: Decode on a card through the ring's own kernels, where they are exact for the model.
+        graphs: Capture the decode step on a card, where it can be; needs the kernels.
         session_bytes: Most bytes of the host pool for slices of finished turns, which give way to parked
             queries; None is a quarter of the pool, 0 keeps none.
         session_ttl_s: A session unused for so long is dropped.
@@ -136,6 +139,8 @@ class LocalEngine:
         limits: PlannerLimits | None = None,
         one_at_a_time: bool = False,
         deterministic: bool = False,
+        kernels: bool = True,
+        graphs: bool = True,
         session_bytes: int | None = None,
         session_ttl_s: float = DEFAULT_TTL_S,
         poison: bool = False,
@@ -171,6 +176,7 @@ class LocalEngine:
             inline=self._inline,
             pack_tokens=None if chunk_tokens == "auto" else chunk_tokens,
             sessions=session_bytes > 0,
+            card=CardUse(kernels=kernels, graphs=kernels and graphs),
         )
         self._note_serving(serving, max_query_tokens, chunk_tokens)
         self.keeps_sessions = session_bytes > 0 and serving.extends_slices

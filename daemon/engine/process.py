@@ -236,6 +236,8 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         classes=SlaClasses(settings.classes),
         one_at_a_time=settings.one_at_a_time,
         deterministic=settings.deterministic,
+        kernels=settings.kernels,
+        graphs=settings.graphs,
         limits=PlannerLimits(quantum_tokens=settings.quantum_tokens, max_parks=settings.max_parks),
         session_bytes=None if settings.session_bytes < 0 else settings.session_bytes,
         session_ttl_s=settings.session_ttl_s,

@@ -36,6 +36,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ready_limit: Prefilled queries kept ahead of free rows.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
         deterministic: Give a query the same bits whatever the load is.
+        kernels: Decode on a card through the ring's own kernels.
+        graphs: Capture the decode step on a card; needs the kernels.
         threads: CPU threads of torch; 0 keeps torch's choice.
         classes: The SLA classes.
     """
@@ -59,5 +61,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ready_limit: int = 1
     one_at_a_time: bool = False
     deterministic: bool = False
+    kernels: bool = True
+    graphs: bool = True
     threads: int = 0
     classes: tuple[SlaClass, ...] = DEFAULT_CLASSES

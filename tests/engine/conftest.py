@@ -31,15 +31,19 @@ from batond.bench.draws import LONGEST_QUERY_TOKENS, Draws
 from batond.bench.draws import byte_tokenizer as bench_tokenizer
 from batond.bench.solo import SoloRuns
 from batond.daemon.engine import LocalEngine, local
+from batond.daemon.engine.batch import card_steps, card_window
+from batond.daemon.engine.batch.graphs import CaptureLimits, StepGraphs, capture_steps
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.ring import RingBatch
 from batond.daemon.engine.model.causal import CausalModel
+from batond.daemon.engine.proof import rings
 from batond.daemon.engine.proof.trial import probe_layout
 from batond.daemon.scheduler.planner import PlannerLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from batond.daemon.engine.batch.ring_rule import Ring, Rule
     from batond.daemon.engine.proof.serving import Serving
     from batond.offload.slice import KVSlice
 
@@ -280,8 +284,7 @@ def _ask_once(monkeypatch: pytest.MonkeyPatch, findings: dict[Any, Any]) -> None
 
 def _empty_again(batch: Any) -> Any:
     if isinstance(batch, RingBatch):
-        row_by_row = batch._window.row_by_row
-        return RingBatch(batch._model, batch.rows, batch.layout, batch.capacity, row_by_row=row_by_row)
+        return batch.empty_again()
     if isinstance(batch, PaddedBatch):
         return PaddedBatch(batch._model, batch.rows, batch.layout)
     raise TypeError(f"{type(batch).__name__} is not known here")
@@ -355,3 +358,65 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+class TorchKernels:
+    """What the card's kernels do, in torch, row by row: reads what a row owns and nothing else."""
+
+    @staticmethod
+    def write_column(new_key: torch.Tensor, new_value: torch.Tensor, ring: Ring) -> None:
+        rows = ring.lengths > 0
+        ring.key[rows, int(ring.cursor)] = new_key[rows]
+        ring.value[rows, int(ring.cursor)] = new_value[rows]
+
+    @staticmethod
+    def decode_attention(query: torch.Tensor, ring: Ring, rule: Rule) -> torch.Tensor:
+        capacity, kv_heads = ring.key.shape[1:3]
+        out = torch.zeros(*query.shape[:2], ring.value.shape[3], dtype=query.dtype)
+        for row, length in enumerate(ring.lengths.tolist()):
+            seen = min(length, rule.window or length)
+            if not seen:
+                continue
+            columns = [(int(ring.cursor) - age) % capacity for age in range(seen)]
+            group = query.shape[1] // kv_heads
+            keys, values = (
+                store[row, columns].repeat_interleave(group, dim=1) for store in (ring.key, ring.value)
+            )
+            scores = torch.einsum("nhd,hd->hn", keys, query[row]) * rule.scale
+            if rule.softcap is not None:
+                scores = torch.tanh(scores / rule.softcap) * rule.softcap
+            if rule.sinks is not None:
+                scores = torch.cat([scores, rule.sinks[:, None]], dim=1)
+            out[row] = torch.einsum("hn,nhd->hd", scores.softmax(1)[:, :seen], values)
+        return out
+
+
+class Rerun:
+    """A step that is run again where a card would replay it; its tensors stay where they are."""
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        self._run = run
+        self.replays = 0
+        self.logits = run().clone()
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.logits.copy_(self._run())
+
+
+@pytest.fixture
+def card_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Rerun]:
+    """Let the CPU pass for a card with kernels and graphs; returns the steps that are captured."""
+    captured: list[Rerun] = []
+
+    def capture_all(run_of: Callable[[int], Any], sizes: Sequence[int], _device: torch.device) -> StepGraphs:
+        def capture(rows: int) -> Rerun:
+            captured.append(Rerun(run_of(rows)))
+            return captured[-1]
+
+        return capture_steps(sizes, capture, CaptureLimits(nbytes=1), free_bytes=lambda: 0)
+
+    monkeypatch.setattr(rings, "why_no_kernels", lambda *_: "")
+    monkeypatch.setattr(card_window, "_kernels", lambda: TorchKernels)
+    monkeypatch.setattr(card_steps, "capture_on_card", capture_all)
+    return captured

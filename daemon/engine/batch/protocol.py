@@ -49,7 +49,8 @@ class Batch(Protocol):
         (vector shaping); its row must be idle before.
 
         Returns:
-            float32 logits, shape [rows, vocabulary]; rows not in `tokens` hold nothing of value.
+            float32 logits, shape [rows, vocabulary]; rows not in `tokens` hold nothing of value, and those
+            behind the last of them may be missing. The next step may overwrite them.
         """
 
     def check_integrity(self) -> None:

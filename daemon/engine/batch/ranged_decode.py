@@ -21,6 +21,8 @@ from batond.daemon.engine.batch.ring_kernels import attend_kernel, write_kernel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from batond.daemon.engine.batch.ring_rule import Ring, Rule
+
 #: Triton wraps what its types say are functions.
 _ATTEND: Final[Any] = attend_kernel
 _WRITE: Final[Any] = write_kernel
@@ -50,47 +52,6 @@ class Tiling:
     warps: int
     stages: int
     splits: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """One layer's keys and values, and which of them the rows own.
-
-    Attributes:
-        key: Shape [rows, capacity, kv heads, dim]; any strides, but the last is 1.
-        value: Shape [rows, capacity, kv heads, value dim].
-        lengths: Tokens by row, the new one included, 0 where idle; int32, shape [rows].
-        cursor: The newest column, where every range ends; int32, shape [1].
-        most_tokens: The most a row may ever own: how the work is cut follows from it, not from who is there.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    lengths: torch.Tensor
-    cursor: torch.Tensor
-    most_tokens: int
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Elements between rows, columns and heads, of keys, then of values."""
-        return (*self.key.stride()[:3], *self.value.stride()[:3])
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How scores are made of products.
-
-    Attributes:
-        scale: Factor of the products.
-        softcap: Scores are squashed to (-softcap, softcap); None leaves them.
-        sinks: An extra score per head that takes weight and gives nothing; shape [heads].
-        window: Most columns that a row sees; None is all of its own.
-    """
-
-    scale: float
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-    window: int | None = None
 
 
 def choose_tiling(ring: Ring, rule: Rule, cores: int) -> Tiling:

@@ -15,38 +15,23 @@ guarantees.
     state[row]             what doesn't grow with tokens
 """
 
-# pyright: reportAttributeAccessIssue=false
-# transformers' cache layers grow attributes as they are used.
-
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-from batond.daemon.engine.batch.ring_attention import (
-    RING_ATTENTION,
-    RingWindow,
-    active_window,
-    ignored_arguments,
-    ranges_up_to,
-)
-from batond.daemon.engine.model.causal import note_states
-from batond.daemon.engine.model.recipe import Recipe
-from batond.daemon.errors import UnsupportedModelError
+from batond.daemon.engine.batch.card_steps import NO_CARD, RING_RECIPE, CardSteps, CardUse
+from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, active_window, ignored_arguments
+from batond.daemon.engine.batch.ring_cache import ring_cache
+from batond.daemon.engine.batch.ring_window import RingWindow, ranges_up_to
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from transformers.cache_utils import Cache
-
     from batond.daemon.engine.model.causal import CausalModel
-    from batond.daemon.engine.model.layout import RecordLayout, Slot
-
-
-_RECIPE = Recipe()  # The model's own may be for prompts: the ring's mask function needs the columns.
+    from batond.daemon.engine.model.layout import RecordLayout
 
 
 class RingBatch:
@@ -57,7 +42,9 @@ class RingBatch:
         rows: Number of rows.
         layout: Byte layout of the model's cache.
         capacity: Columns of the ring: the most tokens a row may hold.
-        row_by_row: Attend to every row by itself: slower, and no bit of a row depends on its mates.
+        row_by_row: Attend to every row by itself: slower, and no bit of a row depends on its mates. Kernels
+            do so anyhow.
+        card: What of a card to use.
 
     Raises:
         UnsupportedModelError: The model's cache has layers that the ring can't stand in for.
@@ -66,13 +53,21 @@ class RingBatch:
     kind = "ring"
 
     def __init__(
-        self, model: CausalModel, rows: int, layout: RecordLayout, capacity: int, *, row_by_row: bool = False
+        self,
+        model: CausalModel,
+        rows: int,
+        layout: RecordLayout,
+        capacity: int,
+        *,
+        row_by_row: bool = False,
+        card: CardUse = NO_CARD,
     ) -> None:
         self.rows = rows
         self.layout = layout
         self.device = model.device
         self.capacity = capacity
         self._model = model
+        self._row_by_row, self._card = row_by_row, card
         # Zeroed pages are committed by the system when they are first written.
         self._storage = torch.zeros(
             rows, capacity, layout.record_bytes, dtype=torch.uint8, device=model.device
@@ -80,10 +75,40 @@ class RingBatch:
         self._state = torch.zeros(rows, layout.state_bytes, dtype=torch.uint8, device=model.device)
         self._lengths = [0] * rows
         self._cursor = -1  # Newest column; -1 before the first.
+        self._on_card: CardSteps | None = None
+        if card.kernels:
+            self._on_card = CardSteps(model, layout, self._storage, self._state, card)
+            return
         self._window = RingWindow(
             self._storage, row_by_row=row_by_row, ignored=ignored_arguments(model.attention_name)
         )
-        self._cache = self._ring_cache()
+        self._cache = ring_cache(model, layout, self._storage, self._state, self._window)
+
+    def empty_again(self) -> RingBatch:
+        """Another batch like this one, with all rows idle."""
+        return RingBatch(
+            self._model,
+            self.rows,
+            self.layout,
+            self.capacity,
+            row_by_row=self._row_by_row,
+            card=self._card,
+        )
+
+    @property
+    def graph_rows(self) -> Sequence[int]:
+        """Row counts whose step is a captured graph, ascending; empty without any."""
+        return self._on_card.graphs.sizes if self._on_card is not None else ()
+
+    @property
+    def why_no_graphs(self) -> str:
+        """Why not all row counts are captured; "" where they are, or nobody asked."""
+        return self._on_card.graphs.why_no_more if self._on_card is not None else ""
+
+    @property
+    def remark(self) -> str:
+        """What an operator should know of how it decodes, in words; "" if there is nothing."""
+        return self._on_card.remark if self._on_card is not None else ""
 
     @property
     def columns(self) -> int:
@@ -137,30 +162,40 @@ class RingBatch:
         A forward that fails leaves the books as they were; the column it wrote is written again by the next.
 
         Args:
-            tokens: One token by row.
+            tokens: One token by occupied row.
 
         Returns:
-            float32 logits, shape [rows, vocabulary].
+            float32 logits, shape [rows, vocabulary]; on a card perhaps of the first rows alone. The next step
+            may overwrite them.
         """
-        input_ids = torch.zeros(self.rows, 1, dtype=torch.int64)
-        position_ids = torch.zeros(self.rows, 1, dtype=torch.int64)
         lengths, cursor = list(self._lengths), (self._cursor + 1) % self.capacity
-        for row, (token,) in tokens.items():
-            input_ids[row, 0] = token
-            position_ids[row, 0] = lengths[row]
+        for row in tokens:
             lengths[row] += 1
-        self._window.advance(cursor, lengths)
-        device = self.device
-        with active_window(self._window), self._model.attention(RING_ATTENTION):
-            logits = self._model.forward(
-                input_ids.to(device),
-                self._window.padding_mask(),
-                position_ids.to(device),
-                self._cache,
-                recipe=_RECIPE,
-            )
+        if self._on_card is not None:
+            logits = self._on_card.run(tokens, lengths, cursor)
+        else:
+            logits = self._torch_step(tokens, lengths, cursor)
         self._lengths, self._cursor = lengths, cursor
         return logits
+
+    def _torch_step(
+        self, tokens: Mapping[int, Sequence[int]], lengths: Sequence[int], cursor: int
+    ) -> torch.Tensor:
+        """The step with torch's attention over the window that the rows share; lengths are the new ones."""
+        input_ids = torch.zeros(self.rows, 1, dtype=torch.int64)
+        position_ids = torch.zeros(self.rows, 1, dtype=torch.int64)
+        for row, (token,) in tokens.items():
+            input_ids[row, 0] = token
+            position_ids[row, 0] = lengths[row] - 1
+        self._window.advance(cursor, lengths)
+        with active_window(self._window), self._model.attention(RING_ATTENTION):
+            return self._model.forward(
+                input_ids.to(self.device),
+                self._window.padding_mask(),
+                position_ids.to(self.device),
+                self._cache,
+                recipe=RING_RECIPE,
+            )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books contradict each other."""
@@ -173,84 +208,3 @@ class RingBatch:
     def _ranges(self, length: int) -> tuple[tuple[int, int], ...]:
         """Column ranges [first, last) of the `length` columns that end at the cursor, oldest first."""
         return ranges_up_to(self._cursor, length, self.capacity)
-
-    def _ring_cache(self) -> Cache:
-        """The model's cache with every layer's tensors replaced by views on storage and state."""
-        cache = self._model.new_cache()
-        by_layer: dict[int, dict[str, Slot]] = {}
-        for slot in self.layout.token_slots:
-            by_layer.setdefault(slot.layer, {})[slot.attribute] = slot
-        for number, slots in by_layer.items():
-            layer = cache.layers[number] if number < len(cache.layers) else DynamicLayer()
-            if not isinstance(layer, DynamicLayer) or set(slots) != {"keys", "values"}:
-                raise UnsupportedModelError(
-                    f"cache layer {number} is a {type(layer).__name__}: not for the ring"
-                )
-            keys, values = (_column_view(self._storage, slots[name]) for name in ("keys", "values"))
-            while number >= len(cache.layers):
-                cache.layers.append(DynamicLayer())
-            cache.layers[number] = _as_ring_layer(layer, self._window, keys, values)
-        for slot in self.layout.state_slots:
-            slot.place.set(cache, _state_view(self._state, slot))
-        for layer in cache.layers:
-            if isinstance(layer, LinearAttentionCacheLayerMixin):
-                note_states(layer)
-        return cache
-
-
-class RingLayerMixin:
-    """Writes a step's keys and values at the cursor and hands out views on the live columns."""
-
-    window: RingWindow
-    key_store: torch.Tensor  # [rows, capacity, heads, key dim], a view on the storage
-    value_store: torch.Tensor  # [rows, capacity, heads, value dim]
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one column.
-
-        Args:
-            key_states: Shape [rows, heads, 1, key dim].
-            value_states: Shape [rows, heads, 1, value dim].
-
-        Returns:
-            Shape [rows, heads, columns of the window, dim]; views, unless the window is `in_order` and wraps.
-        """
-        self.window.write(self.key_store, key_states)
-        self.window.write(self.value_store, value_states)
-        keys, values = self.window.read(self.key_store), self.window.read(self.value_store)
-        return keys.transpose(1, 2), values.transpose(1, 2)
-
-    def get_seq_length(self) -> int:
-        """Columns before the new one."""
-        return self.window.size - 1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that `update` returns, and the index of the first."""
-        return self.window.size - 1 + query_length, 0
-
-
-def _as_ring_layer(
-    layer: DynamicLayer, window: RingWindow, keys: torch.Tensor, values: torch.Tensor
-) -> DynamicLayer:
-    """The same kind of layer, state kept, with its token part on the ring."""
-    kind = type(layer)
-    ring_kind: Any = type(f"Ring{kind.__name__}", (RingLayerMixin, kind), {"is_sliding": False})
-    ring_layer: DynamicLayer = ring_kind.__new__(ring_kind)
-    ring_layer.__dict__.update(layer.__dict__)
-    ring_layer.window, ring_layer.key_store, ring_layer.value_store = window, keys, values
-    ring_layer.is_initialized, ring_layer.dtype, ring_layer.device = True, keys.dtype, keys.device
-    return ring_layer
-
-
-def _column_view(storage: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """One slot of all records as the model's numbers, shape [rows, capacity, heads, dim]; no copy."""
-    numbers = storage[:, :, slot.offset : slot.offset + slot.nbytes].view(slot.dtype)
-    return numbers.view(*storage.shape[:2], *slot.shape)
-
-
-def _state_view(state: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """One state of all rows, shape [rows, *shape]; no copy."""
-    numbers = state[:, slot.offset : slot.offset + slot.nbytes].view(slot.dtype)
-    return numbers.view(state.shape[0], *slot.shape)

@@ -21,202 +21,20 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from batond.daemon.engine.batch.card_window import CardWindow
 from batond.daemon.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
+
+    from batond.daemon.engine.batch.ring_window import RingWindow, Run
 
 RING_ATTENTION = "batond_ring"
-#: What one more attention call costs, in columns of one row read. CPU: measured with 3 heads of 64. CUDA: a
-#: few launches of 10 us, at 16 KiB a column and 3 TB/s.
-_CALL_COLUMNS = {"cpu": 256, "cuda": 8192}
-
-_CALLS_OF_TWO_RANGES = 2  # Four products a row instead of one fused call.
-
 _local = threading.local()
 
 
-def ranges_up_to(newest: int, length: int, capacity: int) -> tuple[tuple[int, int], ...]:
-    """Ranges [first, last) of the `length` columns that end at `newest`, oldest first; two if they wrap."""
-    start = newest + 1 - length
-    if start >= 0:
-        return ((start, newest + 1),)
-    return ((start + capacity, capacity), (0, newest + 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbouring rows that are read together.
-
-    Attributes:
-        rows: Range [first, last) of rows.
-        ranges: Column ranges [first, last) read, in the columns handed to the model, oldest first: those of
-            the longest row (two if it wraps), or the whole ring.
-        seen: Which of those columns each row owns; bool, shape [rows, 1, 1, columns]. None: all.
-    """
-
-    rows: tuple[int, int]
-    ranges: tuple[tuple[int, int], ...]
-    seen: torch.Tensor | None
-
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The run's part of a mask or bias, shape [rows or 1, heads or 1, 1, columns]."""
-        rows = tensor[slice(*self.rows)] if tensor.shape[0] > 1 else tensor
-        parts = [rows[..., -1:, first:last] for first, last in self.ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-class RingWindow:
-    """Which columns a step reads: the live window, its place on the ring, and each row's part of it.
-
-    Where the live window wraps, the model gets the whole ring as it lies, which costs nothing because
-    attention reads the rows' ranges alone. A model that computes keys from what the cache keeps (MLA expands
-    latents) would do so for the whole ring; it gets the live columns in order of age instead (`in_order`).
-
-    Args:
-        storage: The ring's records, shape [rows, capacity, record].
-        row_by_row: Read every row by itself and in one piece, so that no shape depends on its mates.
-        ignored: Arguments that the model passes and its own attention ignores.
-
-    Attributes:
-        in_order: Whether a wrapped window is copied together; set by the first attention over computed keys.
-        cursor: Newest column.
-        size: Columns handed to the model.
-        spans: Their ranges [first, last) on the ring, oldest first; the whole ring, in one, where the live
-            window wraps and is read as it lies.
-        lengths: Tokens per row, the new one included; an idle row sees the newest column only, because
-            attention over nothing is not defined.
-        runs: All rows, in order, as they are read.
-    """
-
-    def __init__(
-        self, storage: torch.Tensor, *, row_by_row: bool = False, ignored: frozenset[str] = frozenset()
-    ) -> None:
-        self.row_by_row = row_by_row
-        self.ignored = ignored
-        self.capacity = storage.shape[1]
-        self.device = storage.device
-        self._call_columns = _CALL_COLUMNS.get(storage.device.type, _CALL_COLUMNS["cpu"])
-        self._storage_start = storage.untyped_storage().data_ptr()
-        self.in_order = False
-        self.cursor = 0
-        self.size = 1
-        self.spans: tuple[tuple[int, int], ...] = ((0, 1),)
-        self.lengths: list[int] = []
-        self.runs: list[Run] = []
-        self._writing: torch.Tensor | None = None
-
-    @property
-    def rotated(self) -> bool:
-        """Whether the columns handed to the model don't end with the newest."""
-        return self.spans[-1][1] != self.cursor + 1
-
-    def advance(self, cursor: int, lengths: Sequence[int]) -> None:
-        """Move to a new newest column; `lengths` counts it already."""
-        self.cursor = cursor
-        self.spans = ranges_up_to(cursor, max(lengths), self.capacity)
-        if len(self.spans) > 1 and not self.in_order:
-            self.spans = ((0, self.capacity),)
-        self.size = sum(last - first for first, last in self.spans)
-        occupied = [row for row, length in enumerate(lengths) if length]
-        every = len(occupied) == len(lengths)
-        self._writing = None if every else torch.tensor(occupied, device=self.device)
-        self.lengths = [max(length, 1) for length in lengths]
-        self.runs = [self._run(rows) for rows in self._groups()]
-
-    def write(self, store: torch.Tensor, states: torch.Tensor) -> None:
-        """Write the newest column of the occupied rows; what an idle row computes is nobody's.
-
-        Args:
-            store: Shape [rows, capacity, heads, dim].
-            states: Shape [rows, heads, 1, dim].
-        """
-        if self._writing is None:
-            store[:, self.cursor] = states[:, :, 0]
-        else:
-            store[self._writing, self.cursor] = states[self._writing, :, 0]
-
-    def read(self, store: torch.Tensor) -> torch.Tensor:
-        """The columns handed to the model; a view, unless they are copied together.
-
-        Args:
-            store: Shape [rows, capacity, ...].
-        """
-        parts = [store[:, first:last] for first, last in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def to_ring_order(self, by_age: torch.Tensor | None) -> torch.Tensor | None:
-        """A mask or bias over columns in order of age, as they lie in what the model is handed."""
-        if by_age is None or not self.rotated:
-            return by_age
-        return by_age.roll(self.cursor + 1, dims=-1)
-
-    def note_keys(self, key: torch.Tensor) -> None:
-        """Learn from the keys of an attention whether the model computes them from what the ring keeps."""
-        if self.in_order or key.untyped_storage().data_ptr() == self._storage_start:
-            return
-        if self.row_by_row:
-            raise UnsupportedModelError(
-                "the model computes keys from what its cache keeps, for all columns of the longest row"
-            )
-        self.in_order = True  # From the next step on.
-
-    def padding_mask(self) -> torch.Tensor:
-        """1 where a row has a token, in order of age (newest last); int64, shape [rows, size]."""
-        lengths = torch.tensor(self.lengths, device=self.device)
-        age = torch.arange(self.size - 1, -1, -1, device=self.device)
-        return (age[None] < lengths[:, None]).long()
-
-    def ranges(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Where the newest `length` columns lie in those handed to the model, oldest first."""
-        if not self.rotated:
-            return ((self.size - length, self.size),)
-        return ranges_up_to(self.cursor, length, self.capacity)
-
-    def _groups(self) -> list[tuple[int, int]]:
-        """Split the rows into neighbours that cost less together than one by one."""
-        if self.row_by_row:
-            return [(row, row + 1) for row in range(len(self.lengths))]
-        groups: list[tuple[int, int]] = []
-        for row in range(len(self.lengths)):
-            joined = (groups[-1][0], row + 1) if groups else (row, row + 1)
-            if groups and self._cost(joined) <= self._cost(groups[-1]) + self._cost((row, row + 1)):
-                groups[-1] = joined
-            else:
-                groups.append((row, row + 1))
-        return groups
-
-    def _cost(self, rows: tuple[int, int]) -> int:
-        """What reading rows together costs, in columns of one row."""
-        return min(self._cost_of_ranges(rows), self._cost_of_ring(rows))
-
-    def _cost_of_ranges(self, rows: tuple[int, int]) -> int:
-        """The cost of reading the longest row's ranges: in one call, or row by row and range by range."""
-        count, longest = rows[1] - rows[0], max(self.lengths[slice(*rows)])
-        calls = 1 if len(self.ranges(longest)) == 1 else _CALLS_OF_TWO_RANGES * count
-        return calls * self._call_columns + count * longest
-
-    def _cost_of_ring(self, rows: tuple[int, int]) -> int:
-        """The cost of reading all columns in one call."""
-        return self._call_columns + (rows[1] - rows[0]) * self.size
-
-    def _run(self, rows: tuple[int, int]) -> Run:
-        lengths = self.lengths[slice(*rows)]
-        ranges = self.ranges(max(lengths))
-        if not self.row_by_row and self._cost_of_ring(rows) < self._cost_of_ranges(rows):
-            ranges = ((0, self.size),)
-        columns = sum(last - first for first, last in ranges)
-        if min(lengths) == columns:
-            return Run(rows, ranges, None)
-        places = torch.cat([torch.arange(first, last, device=self.device) for first, last in ranges])
-        newest = self.cursor if self.rotated else self.size - 1
-        age = (newest - places) % self.capacity
-        seen = age[None] < torch.tensor(lengths, device=self.device)[:, None]
-        return Run(rows, ranges, seen[:, None, None])
-
-
 @contextlib.contextmanager
-def active_window(window: RingWindow) -> Iterator[None]:
+def active_window(window: RingWindow | CardWindow) -> Iterator[None]:
     """Tell mask and attention of this thread which window they work on."""
     _local.window = window
     try:
@@ -230,11 +48,14 @@ def ring_mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: A
 
     Returns:
         None for plain causal attention: each row's own range says it all. Otherwise bool, shape
-        [rows, 1, 1, size], rotated from order of age to order on the ring where the window wraps.
+        [rows, 1, 1, size], rotated from order of age to order on the ring where the window wraps; on a card,
+        what stands for it.
     """
     if mask_function is causal_mask_function:
         return None
-    window: RingWindow = _local.window
+    window: RingWindow | CardWindow = _local.window
+    if isinstance(window, CardWindow):
+        return window.mask_for(mask_function)
     kwargs["allow_is_causal_skip"] = False  # A mask now and none then would be two kernels, two roundings.
     return window.to_ring_order(sdpa_mask(*args, mask_function=mask_function, **kwargs))
 
@@ -293,17 +114,24 @@ def ring_attention(  # noqa: PLR0917 - the interface's signature
     Returns:
         Shape [rows, 1, heads, value dim], and no weights.
     """
-    window: RingWindow = _local.window
-    window.note_keys(key)
-    rows, heads, _, dim = query.shape
-    grouped = query.view(rows, key.shape[1], heads // key.shape[1], dim)
+    window: RingWindow | CardWindow = _local.window
     softcap, s_aux, sinks = (
         None if name in window.ignored else kwargs.get(name) for name in ("softcap", "s_aux", "sinks")
     )
+    sinks = sinks if s_aux is None else s_aux
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(window, CardWindow):
+        if kwargs.get("position_bias") is not None:
+            raise UnsupportedModelError("attention adds a bias by position")
+        found = window.attend(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)
+        return found, None
+    window.note_keys(key)
+    rows, heads, _, dim = query.shape
+    grouped = query.view(rows, key.shape[1], heads // key.shape[1], dim)
     call = _Call(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         softcap=softcap,
-        sinks=sinks if s_aux is None else s_aux,
+        sinks=sinks,
         biases=[
             bias
             for bias in (attention_mask, window.to_ring_order(kwargs.get("position_bias")))

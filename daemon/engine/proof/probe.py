@@ -237,7 +237,7 @@ class _Life:
         self.done += 1
         expected = self.reference.logits[self.done]
         self.error = max(self.error, relative_error(logits, expected))
-        self.logits.append(logits)
+        self.logits.append(logits.clone())  # The batch may overwrite them.
 
 
 def _advance(batch: Batch, lives: dict[int, _Life], steps: int) -> None:

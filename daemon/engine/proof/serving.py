@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from batond.daemon.engine.batch.arena import plan_arena
-from batond.daemon.engine.batch.ring import RingBatch
+from batond.daemon.engine.batch.card_steps import WHOLE_CARD, CardUse
 from batond.daemon.engine.batch.uncached import UncachedBatch
 from batond.daemon.engine.model.recipe import Recipe
 from batond.daemon.engine.proof.extension import extends_exactly
-from batond.daemon.engine.proof.far import FAR_SPARE_COLUMNS, far_tokens
 from batond.daemon.engine.proof.packing import find_packer
 from batond.daemon.engine.proof.probe import Way, alone_error, replay_error, shared_error
+from batond.daemon.engine.proof.rings import prove_ring, ring_way
 from batond.daemon.engine.proof.trial import Trial
 from batond.daemon.errors import ConfigError, UnsupportedModelError
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from batond.daemon.engine.model.causal import CausalModel
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.engine.step.packing import Packer
+
+_log = logging.getLogger(__name__)
 
 _BESIDE = "beside another query, parked and moved, logits stay within"
 _IN_TURN = "taking turns, logits stay within"
@@ -73,6 +76,7 @@ def choose_batch(
     inline: bool = False,
     pack_tokens: int | None = None,
     sessions: bool = True,
+    card: CardUse = WHOLE_CARD,
 ) -> Serving:
     """Find a way to serve the model exactly.
 
@@ -87,6 +91,7 @@ def choose_batch(
         inline: Prompts are computed in the batch, which therefore is padded, and nothing is kept of them.
         pack_tokens: Most tokens of prompts computed together; None takes a default.
         sessions: Find out whether slices of finished turns may be extended.
+        card: What a ring may use of a card.
 
     Raises:
         ConfigError: The kind is unknown or contradicts another argument, or the ring doesn't fit into memory.
@@ -100,7 +105,7 @@ def choose_batch(
             " which is not deterministic"
         )
     kind = "padded" if inline else kind
-    trial = Trial(model, deterministic=deterministic, rows=rows)
+    trial = Trial(model, deterministic=deterministic, rows=rows, card=card)
     ways = [_shared(trial, kind, rows, max_query_tokens)]
     if one_at_a_time and kind != "ring" and not deterministic:
         ways.append(_alone(trial))
@@ -177,36 +182,15 @@ def _ring(
     trial: Trial, layout: RecordLayout, padded: Way, rows: int, max_query_tokens: int | None
 ) -> Iterator[Serving]:
     """Decode on a ring, where that is exact."""
-    error = _ring_error(trial, layout, padded)
-    if error is not None:
+    proof = prove_ring(trial, layout, padded)
+    if proof is not None:
         arena = plan_arena(trial.model, layout, rows, max_query_tokens)
-        way = _ring_way(trial, layout, arena.columns, padded)
-        reason = f"ring: {_BESIDE} {error:.1e} of generate's{arena.remark}"
-        yield _cached(trial, layout, way, rows, reason, capacity=arena.columns)
-
-
-def _ring_error(trial: Trial, layout: RecordLayout, padded: Way) -> float | None:
-    """How far a ring is off, over a wrap of its columns; None, and the reason kept, where it is not exact."""
-    model = trial.model
-    if not layout.token_slots or not layout.keys_and_values_only:
-        trial.ring_reason = "the model's cache holds more than keys and values, or none"
-        return None
-    if model.recipe.own_cache:
-        trial.ring_reason = "the model makes its cache itself"
-        return None
-    kept, trial.reasons = trial.reasons, []
-    near = _ring_way(trial, layout, trial.longest_query_tokens, padded)
-    error = trial.error(shared_error, near, "ring")
-    if error is not None:
-        far = _ring_way(trial, layout, far_tokens(model, layout) + FAR_SPARE_COLUMNS, padded)
-        holds = (
-            trial.windows_hold(layout, far, "ring")
-            and trial.far_holds(layout, far, "ring")
-            and trial.same_bits(near, "ring")
-        )
-        error = error if holds else None
-    trial.ring_reason, trial.reasons = trial.why, kept
-    return error
+        way = ring_way(trial, layout, arena.columns, padded, proof.card)
+        reason = f"ring: {_BESIDE} {proof.error:.1e} of generate's{arena.remark}{proof.remark}"
+        if proof.remark:
+            _log.warning("a slower way to decode was chosen%s", proof.remark)
+        serving = _cached(trial, layout, way, rows, reason, capacity=arena.columns)
+        yield replace(serving, reason=serving.reason + getattr(serving.batch, "remark", ""))
 
 
 def _alone(trial: Trial) -> Iterator[Serving]:
@@ -254,14 +238,6 @@ def _cached(
 
 def _uncached(way: Way, rows: int, reason: str) -> Serving:
     return Serving(way.batch(rows), way.prompt, reason, preemption_mode="recompute")
-
-
-def _ring_way(trial: Trial, layout: RecordLayout, columns: int, padded: Way) -> Way:
-    """Decode on a ring; prompts are computed as for the padded batch, with the model's own attention."""
-    return Way(
-        lambda rows: RingBatch(trial.model, rows, layout, columns, row_by_row=trial.deterministic),
-        padded.prompt,
-    )
 
 
 def _uncached_way(model: CausalModel, *, shared: bool) -> Way:

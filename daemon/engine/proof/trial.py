@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batond.daemon.engine.batch.card_steps import WHOLE_CARD
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.model.causal import MODEL_ERRORS
 from batond.daemon.engine.model.layout import RecordLayout
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from transformers.cache_utils import Cache
 
+    from batond.daemon.engine.batch.card_steps import CardUse
     from batond.daemon.engine.model.causal import CausalModel
     from batond.daemon.engine.proof.probe import Question, References
 
@@ -45,11 +47,21 @@ _LAYOUT_SIZES = (1, 2, 2, 5)  # Rows of two forwards, then columns of both.
 
 
 class Trial:
-    """Tries ways to serve a model and remembers why some failed."""
+    """Tries ways to serve a model and remembers why some failed.
 
-    def __init__(self, model: CausalModel, *, deterministic: bool, rows: int) -> None:
+    Args:
+        model: The model.
+        deterministic: No bit of a query may depend on its mates.
+        rows: Rows of the batch to be built.
+        card: What a ring may use of a card.
+    """
+
+    def __init__(
+        self, model: CausalModel, *, deterministic: bool, rows: int, card: CardUse = WHOLE_CARD
+    ) -> None:
         self.model = model
         self.deterministic = deterministic
+        self.card = card
         self._rows = rows
         self.reasons: list[str] = []
         self.ring_reason = ""

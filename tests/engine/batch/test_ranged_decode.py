@@ -10,14 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="comes with torch's CUDA build")
 
-from batond.daemon.engine.batch.ranged_decode import (
-    Ring,
-    Rule,
-    Tiling,
-    choose_tiling,
-    decode_attention,
-    write_column,
-)
+from batond.daemon.engine.batch.ranged_decode import Tiling, choose_tiling, decode_attention, write_column
+from batond.daemon.engine.batch.ring_rule import Ring, Rule
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from batond.bench import families
-from batond.daemon.engine.batch import ring_attention
+from batond.daemon.engine.batch import ring_attention, ring_window
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def close(left: torch.Tensor, right: torch.Tensor) -> bool:
 @pytest.fixture(params=[0, 256, 1 << 20], ids=["row by row", "as measured", "all at once"])
 def _grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rows are read together is a matter of cost alone."""
-    monkeypatch.setitem(ring_attention._CALL_COLUMNS, "cpu", request.param)
+    monkeypatch.setitem(ring_window._CALL_COLUMNS, "cpu", request.param)
 
 
 @pytest.mark.usefixtures("_grouping")
@@ -155,9 +155,9 @@ def test_latents_are_expanded_over_the_live_window_only(
     """MLA computes keys from what the cache keeps: a wrapped ring hands it the live columns, not all."""
     bench = make_bench(families.make_family("deepseek_v3"))
     handed: list[int] = []
-    note = ring_attention.RingWindow.note_keys
+    note = ring_window.RingWindow.note_keys
     monkeypatch.setattr(
-        ring_attention.RingWindow,
+        ring_window.RingWindow,
         "note_keys",
         lambda window, key: (handed.append(key.shape[2]), note(window, key)),
     )

@@ -59,10 +59,10 @@ def test_a_ring_that_is_not_exact_is_refused_with_the_reason() -> None:
 
 def test_a_wrong_read_of_a_wrapped_ring_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe runs over the end of a ring: a fault that only shows there can't pass."""
-    from batond.daemon.engine.batch import ring_attention  # noqa: PLC0415 - only broken here
+    from batond.daemon.engine.batch import ring_window  # noqa: PLC0415 - only broken here
 
-    whole = ring_attention.ranges_up_to
-    monkeypatch.setattr(ring_attention, "ranges_up_to", lambda *args: whole(*args)[-1:])
+    whole = ring_window.ranges_up_to
+    monkeypatch.setattr(ring_window, "ranges_up_to", lambda *args: whole(*args)[-1:])
     engine = LocalEngine(families.make_family("llama"), rows=2)
     assert engine.batch_kind == "padded"
     with pytest.raises(UnsupportedModelError):

@@ -1,0 +1,116 @@
+"""The ring's decode step on a card: everything that changes is read there, so that it can be captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batond.daemon.engine.batch.card_window import CardWindow
+from batond.daemon.engine.batch.graphs import StepGraphs, capture_on_card, row_buckets
+from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, active_window, ignored_arguments
+from batond.daemon.engine.batch.ring_cache import ring_cache
+from batond.daemon.engine.batch.step_inputs import StepInputs
+from batond.daemon.engine.model.recipe import Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from batond.daemon.engine.model.causal import CausalModel
+    from batond.daemon.engine.model.layout import RecordLayout
+
+#: The model's own may be for prompts: the ring's mask function needs the columns.
+RING_RECIPE = Recipe()
+
+
+@dataclass(frozen=True, slots=True)
+class CardUse:
+    """What of a card is used for decoding.
+
+    Attributes:
+        kernels: Attention by the ring's own kernels.
+        graphs: Steps captured as graphs; needs the kernels.
+        one_size: One graph for all rows: no bit of a row depends on which others are in use.
+    """
+
+    kernels: bool = True
+    graphs: bool = True
+    one_size: bool = False
+
+
+WHOLE_CARD = CardUse()
+NO_CARD = CardUse(kernels=False, graphs=False)
+
+
+class CardSteps:
+    """Runs the step over the first rows of a ring, captured where that is wanted and can be.
+
+    Args:
+        model: The model.
+        layout: Byte layout of its cache.
+        storage: The ring's records, uint8, shape [rows, capacity, record].
+        state: The rows' states, uint8, shape [rows, state bytes].
+        use: What to use.
+
+    Attributes:
+        graphs: The captured steps; without any, each step is run eagerly over all rows.
+
+    Raises:
+        UnsupportedModelError: The model's cache has layers that the ring can't stand in for.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        layout: RecordLayout,
+        storage: torch.Tensor,
+        state: torch.Tensor,
+        use: CardUse,
+    ) -> None:
+        self._model, self._layout, self._storage, self._state = model, layout, storage, state
+        self._rows = storage.shape[0]
+        self._inputs = StepInputs(self._rows, storage.device)
+        self._ignored = ignored_arguments(model.attention_name)
+        self._eager = self._step_of(self._rows)
+        self.graphs = StepGraphs()
+        if use.graphs:
+            sizes = (self._rows,) if use.one_size else row_buckets(self._rows)
+            self.graphs = capture_on_card(self._step_of, sizes, storage.device)
+
+    @property
+    def remark(self) -> str:
+        """What an operator should know, in words."""
+        said = "; decode attention by the card's kernel"
+        if self.graphs.sizes:
+            said += f", steps as graphs of {', '.join(map(str, self.graphs.sizes))} rows"
+        return said + (f" ({self.graphs.why_no_more})" if self.graphs.why_no_more else "")
+
+    def run(self, tokens: Mapping[int, Sequence[int]], lengths: Sequence[int], cursor: int) -> torch.Tensor:
+        """One step.
+
+        Args:
+            tokens: One new token by occupied row.
+            lengths: Tokens by row, the new ones included; 0 is idle.
+            cursor: The column it writes.
+
+        Returns:
+            float32 logits, shape [rows computed, vocabulary]: of all rows in `tokens` at least. The next
+            step may overwrite them.
+        """
+        self._inputs.fill(tokens, lengths, cursor)
+        logits = self.graphs.run(max(tokens, default=0) + 1)
+        return self._eager() if logits is None else logits
+
+    def _step_of(self, rows: int) -> Callable[[], torch.Tensor]:
+        """The step over the first rows."""
+        inputs, model = self._inputs, self._model
+        window = CardWindow(self._storage, inputs, rows, ignored=self._ignored)
+        cache = ring_cache(model, self._layout, self._storage[:rows], self._state[:rows], window)
+        ids, positions, mask = inputs.token_ids[:rows], inputs.position_ids[:rows], window.padding_mask()
+
+        def run() -> torch.Tensor:
+            with active_window(window), model.attention(RING_ATTENTION):
+                return model.forward(ids, mask, positions, cache, recipe=RING_RECIPE)
+
+        return run
