@@ -32,7 +32,7 @@ from batond.bench.draws import byte_tokenizer as bench_tokenizer
 from batond.bench.solo import SoloRuns
 from batond.daemon.engine import LocalEngine, local
 from batond.daemon.engine.batch import card_steps, card_window
-from batond.daemon.engine.batch.graphs import CaptureLimits, StepGraphs, capture_steps
+from batond.daemon.engine.batch.graphs import CaptureLimits, StepGraphs, StepOutput, capture_steps
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.ring import RingBatch
 from batond.daemon.engine.model.causal import CausalModel
@@ -394,14 +394,15 @@ class TorchKernels:
 class Rerun:
     """A step that is run again where a card would replay it; its tensors stay where they are."""
 
-    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, run: Callable[[], StepOutput]) -> None:
         self._run = run
         self.replays = 0
-        self.logits = run().clone()
+        self.output = StepOutput(*(tensor.clone() for tensor in run()))
 
     def replay(self) -> None:
         self.replays += 1
-        self.logits.copy_(self._run())
+        for kept, new in zip(self.output, self._run(), strict=True):
+            kept.copy_(new)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batond.daemon.engine.batch.card_window import CardWindow
-from batond.daemon.engine.batch.graphs import StepGraphs, capture_on_card, row_buckets
+from batond.daemon.engine.batch.graphs import StepGraphs, StepOutput, capture_on_card, row_buckets
 from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, active_window, ignored_arguments
 from batond.daemon.engine.batch.ring_cache import ring_cache
 from batond.daemon.engine.batch.step_inputs import StepInputs
@@ -86,7 +86,7 @@ class CardSteps:
             said += f", steps as graphs of {', '.join(map(str, self.graphs.sizes))} rows"
         return said + (f" ({self.graphs.why_no_more})" if self.graphs.why_no_more else "")
 
-    def run(self, tokens: Mapping[int, Sequence[int]], lengths: Sequence[int], cursor: int) -> torch.Tensor:
+    def run(self, tokens: Mapping[int, Sequence[int]], lengths: Sequence[int], cursor: int) -> StepOutput:
         """One step.
 
         Args:
@@ -95,22 +95,21 @@ class CardSteps:
             cursor: The column it writes.
 
         Returns:
-            float32 logits, shape [rows computed, vocabulary]: of all rows in `tokens` at least. The next
-            step may overwrite them.
+            Of the first rows, up to the last in `tokens` at least. The next step may overwrite it.
         """
         self._inputs.fill(tokens, lengths, cursor)
-        logits = self.graphs.run(max(tokens, default=0) + 1)
-        return self._eager() if logits is None else logits
+        return self.graphs.run(max(tokens, default=0) + 1) or self._eager()
 
-    def _step_of(self, rows: int) -> Callable[[], torch.Tensor]:
+    def _step_of(self, rows: int) -> Callable[[], StepOutput]:
         """The step over the first rows."""
         inputs, model = self._inputs, self._model
         window = CardWindow(self._storage, inputs, rows, ignored=self._ignored)
         cache = ring_cache(model, self._layout, self._storage[:rows], self._state[:rows], window)
         ids, positions, mask = inputs.token_ids[:rows], inputs.position_ids[:rows], window.padding_mask()
 
-        def run() -> torch.Tensor:
+        def run() -> StepOutput:
             with active_window(window), model.attention(RING_ATTENTION):
-                return model.forward(ids, mask, positions, cache, recipe=RING_RECIPE)
+                logits = model.forward(ids, mask, positions, cache, recipe=RING_RECIPE)
+            return StepOutput(logits, logits.argmax(dim=-1))
 
         return run

@@ -11,7 +11,7 @@ import bisect
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -44,14 +44,26 @@ def row_buckets(rows: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+class StepOutput(NamedTuple):
+    """What a step computes.
+
+    Attributes:
+        logits: float32, shape [rows, vocabulary].
+        likeliest: The token id of each row's greatest logit; int64, shape [rows].
+    """
+
+    logits: torch.Tensor
+    likeliest: torch.Tensor
+
+
 class Replay(Protocol):
     """A captured step.
 
     Attributes:
-        logits: What the last `replay` computed; written anew by the next.
+        output: What the last `replay` computed; written anew by the next.
     """
 
-    logits: torch.Tensor
+    output: StepOutput
 
     def replay(self) -> None:
         """Run it on the current stream."""
@@ -87,18 +99,18 @@ class StepGraphs:
     nbytes: int = 0
     _by_rows: dict[int, Replay] = field(default_factory=dict)
 
-    def run(self, needed_rows: int) -> torch.Tensor | None:
+    def run(self, needed_rows: int) -> StepOutput | None:
         """Replay the smallest step that computes the first `needed_rows` rows.
 
         Returns:
-            Its logits, shape [rows of that step, vocabulary], overwritten by the next; None if there is none.
+            What it computed, overwritten by the next; None if there is no such step.
         """
         place = bisect.bisect_left(self.sizes, needed_rows)
         if place == len(self.sizes):
             return None
         step = self._by_rows[self.sizes[place]]
         step.replay()
-        return step.logits
+        return step.output
 
     def add(self, rows: int, step: Replay) -> None:
         """Take a captured step in."""
@@ -148,7 +160,7 @@ def capture_steps(
 
 
 def capture_on_card(
-    run_of: Callable[[int], Callable[[], torch.Tensor]], sizes: Sequence[int], device: torch.device
+    run_of: Callable[[int], Callable[[], StepOutput]], sizes: Sequence[int], device: torch.device
 ) -> StepGraphs:
     """Capture steps as CUDA graphs that share their memory: one at a time runs.
 
@@ -174,17 +186,17 @@ class CudaStep:
     """A step captured as a CUDA graph.
 
     Args:
-        run: The whole step: reads and writes tensors that stay where they are, and returns its logits.
+        run: The whole step: reads and writes tensors that stay where they are, and returns what it computed.
         pool: Memory that captured steps share: one at a time runs.
 
     Attributes:
-        logits: What the last replay computed.
+        output: What the last replay computed.
 
     Raises:
         RuntimeError: The step waits for the card half-way, or can't be captured for another reason.
     """
 
-    def __init__(self, run: Callable[[], torch.Tensor], pool: Any) -> None:
+    def __init__(self, run: Callable[[], StepOutput], pool: Any) -> None:
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -195,7 +207,7 @@ class CudaStep:
         try:
             # Other threads may page-lock memory meanwhile.
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-                self.logits = run()
+                self.output = run()
         finally:
             torch.cuda.synchronize()  # A failed capture leaves the card usable; else this says so.
 
@@ -204,7 +216,7 @@ class CudaStep:
         self._graph.replay()
 
 
-def _run_without_waiting(run: Callable[[], torch.Tensor]) -> None:
+def _run_without_waiting(run: Callable[[], StepOutput]) -> None:
     """Run the step once; a wait for the card raises here, where it harms less than in a capture."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

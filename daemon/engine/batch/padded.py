@@ -40,6 +40,7 @@ class PaddedBatch:
     """
 
     kind = "padded"
+    likeliest = None
 
     def __init__(self, model: CausalModel, rows: int, layout: RecordLayout) -> None:
         self.rows = rows

@@ -26,6 +26,13 @@ class Batch(Protocol):
     device: torch.device
 
     @property
+    def likeliest(self) -> torch.Tensor | None:
+        """Token ids of the greatest logits of the last step, where the step itself found them out; else None.
+
+        int64, shape of the step's logits without the vocabulary.
+        """
+
+    @property
     def columns(self) -> int:
         """Live columns of the shared axis."""
 

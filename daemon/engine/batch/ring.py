@@ -46,6 +46,9 @@ class RingBatch:
             do so anyhow.
         card: What of a card to use.
 
+    Attributes:
+        likeliest: See `Batch`.
+
     Raises:
         UnsupportedModelError: The model's cache has layers that the ring can't stand in for.
     """
@@ -75,6 +78,7 @@ class RingBatch:
         self._state = torch.zeros(rows, layout.state_bytes, dtype=torch.uint8, device=model.device)
         self._lengths = [0] * rows
         self._cursor = -1  # Newest column; -1 before the first.
+        self.likeliest: torch.Tensor | None = None
         self._on_card: CardSteps | None = None
         if card.kernels:
             self._on_card = CardSteps(model, layout, self._storage, self._state, card)
@@ -172,7 +176,7 @@ class RingBatch:
         for row in tokens:
             lengths[row] += 1
         if self._on_card is not None:
-            logits = self._on_card.run(tokens, lengths, cursor)
+            logits, self.likeliest = self._on_card.run(tokens, lengths, cursor)
         else:
             logits = self._torch_step(tokens, lengths, cursor)
         self._lengths, self._cursor = lengths, cursor

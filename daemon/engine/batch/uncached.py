@@ -37,6 +37,7 @@ class UncachedBatch:
     """
 
     kind = "uncached"
+    likeliest = None
 
     def __init__(self, model: CausalModel, rows: int, *, shared: bool) -> None:
         self.rows = rows

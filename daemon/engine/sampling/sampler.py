@@ -112,6 +112,19 @@ class Sampler:
         self._biases.pop(query.query_id, None)
         self._bans.pop(query.query_id, None)
 
+    @staticmethod
+    def takes_likeliest(queries: Sequence[Sampled]) -> bool:
+        """Whether all want the tokens of their greatest raw logits, and nothing else."""
+        return all(
+            query.sampling.temperature <= 0.0
+            and query.sampling.logprobs is None
+            and not query.sampling.logit_bias
+            and not query.sampling.penalized
+            and query.grammar is None
+            and len(query.output_token_ids) >= query.sampling.min_tokens
+            for query in queries
+        )
+
     def choose(self, logits: torch.Tensor, queries: Sequence[Sampled]) -> list[Choice]:
         """The next token of every row.
 

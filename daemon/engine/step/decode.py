@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batond.daemon.engine.sampling.sampler import Choice
+
 if TYPE_CHECKING:
     import torch
 
@@ -62,9 +64,14 @@ class Decode:
         self._life.count_prefill(query, index, 1)
 
     def _append(self, decoding: list[tuple[int, Query]], logits: torch.Tensor) -> None:
-        """Choose a token for every decoding row at once."""
+        """Choose a token for every decoding row at once; where all want the likeliest, a step may know it."""
         queries = [query for _, query in decoding]
-        choices = self._sampler.choose(logits[[row for row, _ in decoding]], queries)
+        known = self._residency.batch.likeliest
+        if known is not None and self._sampler.takes_likeliest(queries):
+            token_ids = known.tolist()
+            choices = [Choice(token_ids[row]) for row, _ in decoding]
+        else:
+            choices = self._sampler.choose(logits[[row for row, _ in decoding]], queries)
         for query, choice in zip(queries, choices, strict=True):
             self._life.count_output(query)
             self._life.append(query, choice)

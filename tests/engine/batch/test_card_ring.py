@@ -120,7 +120,8 @@ class Trip:
             for row in live:
                 error = (logits[row] - expected[row]).norm() / expected[row].norm()
                 assert float(error) < 2e-4, (name, row, float(error))
-                assert int(logits[row].argmax()) == int(expected[row].argmax()), (name, row)
+                assert ring.likeliest is not None
+                assert int(ring.likeliest[row]) == int(expected[row].argmax()), (name, row)
 
 
 def _poison_what_nobody_owns(ring: RingBatch) -> torch.Tensor:
@@ -180,7 +181,10 @@ def test_an_engine_on_a_card_emits_the_tokens_of_one_without(
         queries = [
             engine.submit(
                 [3 + (3 + n) * place % 110 for place in range(rng.randrange(1, 24))],
-                SamplingParams(max_tokens=rng.randrange(4, 20), ignore_eos=True),
+                SamplingParams(
+                    max_tokens=rng.randrange(4, 20), ignore_eos=True, temperature=0.7 * (n % 4 == 3)
+                ),
+                seed=n,
             )
             for n in range(12)
         ]

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from batond.daemon.engine.batch.graphs import CaptureLimits, StepGraphs, capture_steps, row_buckets
+from batond.daemon.engine.batch.graphs import (
+    CaptureLimits,
+    StepGraphs,
+    StepOutput,
+    capture_steps,
+    row_buckets,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,10 +26,10 @@ class Step:
     """Replays by counting."""
 
     def __init__(self, rows: int) -> None:
-        self.logits = torch.zeros(rows, 2)
+        self.output = StepOutput(torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64))
 
     def replay(self) -> None:
-        self.logits += 1
+        self.output.logits.add_(1)
 
 
 def ticking(*seconds: float) -> Callable[[], float]:
@@ -58,10 +64,10 @@ def test_the_smallest_step_that_holds_the_rows_is_replayed() -> None:
     graphs = capture_steps([1, 2, 4], Step, AMPLE, free_bytes=lambda: 0)
     assert graphs.sizes == [1, 2, 4]
     for needed, rows in ((1, 1), (2, 2), (3, 4), (4, 4)):
-        logits = graphs.run(needed)
-        assert logits is not None
-        assert logits.shape[0] == rows
-    assert float(graphs.run(3)[0, 0]) == 3.0  # type: ignore[index]
+        output = graphs.run(needed)
+        assert output is not None
+        assert output.logits.shape[0] == rows
+    assert graphs.run(3)[0][0, 0] == 3.0  # type: ignore[index]
     assert graphs.run(5) is None
     assert StepGraphs().run(1) is None
 

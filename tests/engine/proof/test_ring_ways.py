@@ -106,9 +106,9 @@ def test_a_step_that_keeps_what_the_capture_saw_is_found_at_load(
     capture: Callable[..., StepGraphs] = card_steps.capture_on_card
 
     def frozen(run_of: Callable[[int], Any], *rest: Any) -> StepGraphs:
-        def frozen_run_of(rows: int) -> Callable[[], torch.Tensor]:
-            logits = run_of(rows)()
-            return lambda: logits
+        def frozen_run_of(rows: int) -> Callable[[], Any]:
+            output = run_of(rows)()
+            return lambda: output
 
         return capture(frozen_run_of, *rest)
 
