@@ -197,6 +197,7 @@ class CudaStep:
     """
 
     def __init__(self, run: Callable[[], StepOutput], pool: Any) -> None:
+        self._run = run  # The graph reads tensors that hang on it.
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
