@@ -10,6 +10,7 @@ import torch
 
 from batond.bench.gpu.timing import Spread, Stopwatch, repeat, settle
 from batond.bench.gpu.witness import Seen, watch
+from batond.daemon.engine.batch.ring_rule import Ring, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,7 +146,7 @@ def measure_attention(
     Raises:
         ImportError: Triton is missing.
     """
-    from batond.daemon.engine.batch.ranged_decode import Ring, Rule, decode_attention  # noqa: PLC0415 - Triton
+    from batond.daemon.engine.batch.ranged_decode import decode_attention  # noqa: PLC0415 - needs Triton
 
     capacity = cell.context + spare_columns(rounds)
     storage = torch.empty(cell.rows, capacity, layout.record_bytes, dtype=torch.uint8, device=device)

@@ -12,7 +12,7 @@ import copy
 import gc
 import json
 import time
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -279,11 +279,13 @@ class _Shape:
             self._report.urgent = bench.run(URGENT_TOKENS, parking.PARKED_TOKENS, self._tell)
         finally:
             engine.close()
-        kind, layout = engine.batch_kind, engine.residency.batch.layout
-        del engine, bench
+        batch = engine.residency.batch
+        layout, card = batch.layout, batch.card if isinstance(batch, RingBatch) else None
+        del engine, bench, batch
         _give_back()
-        if kind == "ring":
-            return lambda count, capacity: RingBatch(model, count, layout, capacity)
+        if card is not None:  # All rows are in use: one captured step will do.
+            use = replace(card, one_size=True)
+            return lambda count, capacity: RingBatch(model, count, layout, capacity, card=use)
         return lambda count, _: PaddedBatch(model, count, layout)
 
     def _measure_prompts(self, new_batch: Callable[[], PromptBatch]) -> None:

@@ -48,6 +48,7 @@ class RingBatch:
 
     Attributes:
         likeliest: See `Batch`.
+        card: What of a card it may use.
 
     Raises:
         UnsupportedModelError: The model's cache has layers that the ring can't stand in for.
@@ -70,7 +71,7 @@ class RingBatch:
         self.device = model.device
         self.capacity = capacity
         self._model = model
-        self._row_by_row, self._card = row_by_row, card
+        self._row_by_row, self.card = row_by_row, card
         # Zeroed pages are committed by the system when they are first written.
         self._storage = torch.zeros(
             rows, capacity, layout.record_bytes, dtype=torch.uint8, device=model.device
@@ -96,7 +97,7 @@ class RingBatch:
             self.layout,
             self.capacity,
             row_by_row=self._row_by_row,
-            card=self._card,
+            card=self.card,
         )
 
     @property
