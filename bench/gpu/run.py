@@ -173,7 +173,7 @@ class GpuReport:
 
 
 def run(options: Options, tell: Callable[[str], None]) -> GpuReport:
-    """Measure everything, one after the other.
+    """Measure everything, one after the other; interrupted, it returns what it has.
 
     Args:
         options: What to measure.
@@ -190,12 +190,15 @@ def run(options: Options, tell: Callable[[str], None]) -> GpuReport:
     about, before = machine.describe(device), machine.card_state(device)
     tell("copies and matrix product")
     ceilings = ceilings_of.measure(device, dtype)
-    shapes = [
-        _Shape(
-            name, sizes=sizes[name], options=options, ceilings=ceilings, device=device, tell=tell
-        ).measure()
-        for name in options.shapes
-    ]
+    shapes: list[ShapeReport] = []
+    for name in options.shapes:
+        shape = _Shape(name, sizes=sizes[name], options=options, ceilings=ceilings, device=device, tell=tell)
+        shapes.append(shape.report)
+        try:
+            shape.measure()
+        except KeyboardInterrupt:  # What was measured is worth minutes of a card.
+            shape.report.left_out.append(LeftOut("the rest", "interrupted"))
+            break
     return GpuReport(
         options=options,
         machine=about,
@@ -207,7 +210,11 @@ def run(options: Options, tell: Callable[[str], None]) -> GpuReport:
 
 
 class _Shape:
-    """Measures one shape."""
+    """Measures one shape.
+
+    Attributes:
+        report: Filled in as it is measured.
+    """
 
     def __init__(
         self,
@@ -222,14 +229,14 @@ class _Shape:
         self._options, self._ceilings, self._device = options, ceilings, device
         self._sizes = sizes
         self._tell: Callable[[str], None] = lambda what: tell(f"{name}: {what}")
-        self._report = ShapeReport(shape=name, sizes=sizes)
+        self.report = ShapeReport(shape=name, sizes=sizes)
 
-    def measure(self) -> ShapeReport:
+    def measure(self) -> None:
         """All of it; the device is as empty afterwards as before."""
         began_s = time.perf_counter()
         self._tell(f"making {gib(self._sizes.weight_bytes)} of weights")
-        model = build(self._report.shape, DTYPES[self._options.dtype], self._device)
-        self._report.build_s = time.perf_counter() - began_s
+        model = build(self.report.shape, DTYPES[self._options.dtype], self._device)
+        self.report.build_s = time.perf_counter() - began_s
         rows = self._engine_rows()
         new_batch, heads = self._measure_engine(model, rows), model.config.num_attention_heads
         self._measure_parking(new_batch, rows)
@@ -237,8 +244,7 @@ class _Shape:
             self._measure_cell(new_batch, cell, heads)
         del model, new_batch
         _give_back()
-        self._report.seconds = time.perf_counter() - began_s
-        return self._report
+        self.report.seconds = time.perf_counter() - began_s
 
     def _engine_rows(self) -> int:
         """Rows of the engine: as many as asked for, up to `ENGINE_ROWS`, whose ring it would take."""
@@ -250,7 +256,7 @@ class _Shape:
         )
         if not rows:
             raise ConfigError(
-                f"{self._report.shape}: {gib(room_bytes)}, half of what is free, holds no ring of {columns}"
+                f"{self.report.shape}: {gib(room_bytes)}, half of what is free, holds no ring of {columns}"
                 f" columns for {min(self._options.batches)} row(s): free the device, or take fewer rows"
                 " (--batch) or another --shape"
             )
@@ -271,12 +277,12 @@ class _Shape:
             session_bytes=0,
         )
         engine.residency.store.pool.warm_up().join()
-        self._report.engine_s = time.perf_counter() - began_s
-        self._report.batch = f"{engine.batch_kind}: {engine.batch_reason}"
+        self.report.engine_s = time.perf_counter() - began_s
+        self.report.batch = f"{engine.batch_kind}: {engine.batch_reason}"
         try:
             self._measure_prompts(engine.residency._new_prefill_batch)  # noqa: SLF001 - nobody else asks
             bench = EngineBench(engine, sizes.vocab_size, self._options.rounds)
-            self._report.urgent = bench.run(URGENT_TOKENS, parking.PARKED_TOKENS, self._tell)
+            self.report.urgent = bench.run(URGENT_TOKENS, parking.PARKED_TOKENS, self._tell)
         finally:
             engine.close()
         batch = engine.residency.batch
@@ -291,7 +297,7 @@ class _Shape:
     def _measure_prompts(self, new_batch: Callable[[], PromptBatch]) -> None:
         for tokens in self._options.prompt_tokens:
             self._tell(f"prompts of {tokens} tokens")
-            self._report.prompts.append(
+            self.report.prompts.append(
                 prompts.measure(
                     new_batch,
                     tokens,
@@ -304,7 +310,7 @@ class _Shape:
 
     def _measure_parking(self, new_batch: NewBatch, rows: int) -> None:
         self._tell(f"copies of a row of {parking.PARKED_TOKENS} tokens")
-        self._report.parking = parking.measure(
+        self.report.parking = parking.measure(
             new_batch, rows, parking.PARKED_TOKENS, self._ceilings, rounds=self._options.rounds
         )
         _give_back()
@@ -317,14 +323,14 @@ class _Shape:
             free_bytes=machine.free_bytes(self._device),
             spare_columns=decode.spare_columns(self._options.rounds),
         )
-        self._report.left_out += left_out
+        self.report.left_out += left_out
         return fitting
 
     def _measure_cell(self, new_batch: NewBatch, cell: Cell, heads: int) -> None:
         self._tell(f"decode {cell}")
         rounds = self._options.rounds
         step = decode.measure_step(new_batch, cell, self._sizes, self._ceilings, rounds=rounds)
-        self._report.steps.append(step)
+        self.report.steps.append(step)
         layout = new_batch(1, 1).layout
         _give_back()
         if self._device.type != "cuda":
@@ -334,9 +340,9 @@ class _Shape:
                 layout, heads, cell, self._ceilings, self._device, rounds=rounds
             )
         except ImportError:
-            self._report.left_out.append(LeftOut(f"attention of {cell}", "Triton is not installed"))
+            self.report.left_out.append(LeftOut(f"attention of {cell}", "Triton is not installed"))
         else:
-            self._report.attention.append(attention)
+            self.report.attention.append(attention)
         _give_back()
 
 

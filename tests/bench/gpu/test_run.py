@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from batond.bench import __main__ as command
+from batond.bench.gpu import parking
 from batond.bench.gpu.run import DEFAULTS, Options, plain
 from batond.daemon.errors import ConfigError
 
@@ -49,6 +50,32 @@ def test_the_whole_run_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.Monke
         assert title in done.output
     assert "left out: 1 x 9000: the model has 8192 positions" in done.output
     assert "nothing about speed" in done.output
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parking, "measure", interrupt)
+    output = tmp_path / "gpu.json"
+    words = [
+        "gpu",
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny,tiny",
+        "--dtype",
+        "float32",
+        "--quick",
+        "--batch",
+        "2",
+    ]
+    done = CliRunner().invoke(command.app, [*words, "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    (shape,) = json.loads(output.read_text())["shapes"]
+    assert [one["tokens"] for one in shape["prompts"]] == [128, 1024]
+    assert (shape["steps"], shape["parking"]) == ([], None)
+    assert "left out: the rest: interrupted" in done.output
 
 
 def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
