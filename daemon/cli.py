@@ -68,6 +68,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Listen = Annotated[list[str] | None, typer.Option(help="host:port or unix:/path; may be repeated.")]
 Policy = Annotated[str, typer.Option(help="Scheduling policy.")]
 Connect = Annotated[bool, typer.Option("--connect", help="Ask the queue's Redis servers, too.")]
+NoCompile = Annotated[bool, typer.Option("--no-compile", help="Compile no parts of decode steps on a card.")]
 NoGraphs = Annotated[bool, typer.Option("--no-graphs", help="Capture no decode steps on a card.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
@@ -82,13 +83,16 @@ def serve(  # noqa: PLR0917 - typer passes by name
     policy: Policy = "",
     log_level: LogLevel = "",
     no_graphs: NoGraphs = False,  # noqa: FBT002 - typer wants a default
+    no_compile: NoCompile = False,  # noqa: FBT002 - typer wants a default
     assign: Assignments = None,
 ) -> None:
     """Serve a model until SIGTERM, which drains; a second one ends at once. SIGHUP reloads.
 
     Flags go before the environment (BATOND_SECTION__KEY), which goes before the file.
     """
-    flags = _flags(assign, model, rows, device, listen, policy, log_level, no_graphs=no_graphs)
+    flags = _flags(
+        assign, model, rows, device, listen, policy, log_level, no_graphs=no_graphs, no_compile=no_compile
+    )
     settings = load_settings(config, flags)
     configure_logging(settings.log.level, settings.log.format)
     from batond.daemon.front.app import serve as serve_forever  # noqa: PLC0415 - takes a second
@@ -106,6 +110,7 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     policy: Policy = "",
     log_level: LogLevel = "",
     no_graphs: NoGraphs = False,  # noqa: FBT002 - typer wants a default
+    no_compile: NoCompile = False,  # noqa: FBT002 - typer wants a default
     assign: Assignments = None,
     connect: Connect = False,  # noqa: FBT002 - typer wants a default
 ) -> None:
@@ -113,7 +118,10 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     from batond.daemon.front.tls import read_tls  # noqa: PLC0415 - brings gRPC
 
     settings = load_settings(
-        config, _flags(assign, model, rows, device, listen, policy, log_level, no_graphs=no_graphs)
+        config,
+        _flags(
+            assign, model, rows, device, listen, policy, log_level, no_graphs=no_graphs, no_compile=no_compile
+        ),
     )
     engine_settings(settings)  # Finds the weights.
     load_policy(settings.engine.policy)
@@ -139,6 +147,7 @@ def _flags(  # noqa: PLR0917 - the two commands' own order
     log_level: str,
     *,
     no_graphs: bool,
+    no_compile: bool,
 ) -> dict[str, Any]:
     """What was given on the command line, as the configuration has it."""
     flags = parse_assignments(assign or [])
@@ -147,6 +156,7 @@ def _flags(  # noqa: PLR0917 - the two commands' own order
         ("model", "device", device or None),
         ("engine", "rows", rows),
         ("engine", "graphs", False if no_graphs else None),
+        ("engine", "compiled", False if no_compile else None),
         ("engine", "policy", policy or None),
         ("server", "listen", listen or None),
         ("log", "level", log_level or None),

@@ -196,6 +196,7 @@ class EngineConfig(Section):
         deterministic: Give a query the same bits whatever the load is; see `LocalEngine`.
         kernels: Decode on a card through the ring's own kernels, where they are exact for the model.
         graphs: Capture the decode step on a card, where it can be; needs the kernels.
+        compiled: Compile the small parts of captured steps.
         threads: CPU threads of torch; 0 keeps torch's choice.
     """
 
@@ -215,6 +216,7 @@ class EngineConfig(Section):
     deterministic: bool = False
     kernels: bool = True
     graphs: bool = True
+    compiled: bool = True
     threads: int = Field(default=0, ge=0, le=4096)
 
 

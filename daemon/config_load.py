@@ -165,6 +165,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
         deterministic=engine.deterministic,
         kernels=engine.kernels,
         graphs=engine.graphs,
+        compiled=engine.compiled,
         threads=engine.threads,
         classes=tuple(settings.sla_classes),
     )

@@ -99,6 +99,7 @@ class LocalEngine:
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
         kernels: Decode on a card through the ring's own kernels, where they are exact for the model.
         graphs: Capture the decode step on a card, where it can be; needs the kernels.
+        compiled: Compile the small parts of captured steps, where that is exact for the model.
         session_bytes: Most bytes of the host pool for slices of finished turns, which give way to parked
             queries; None is a quarter of the pool, 0 keeps none.
         session_ttl_s: A session unused for so long is dropped.
@@ -141,6 +142,7 @@ class LocalEngine:
         deterministic: bool = False,
         kernels: bool = True,
         graphs: bool = True,
+        compiled: bool = True,
         session_bytes: int | None = None,
         session_ttl_s: float = DEFAULT_TTL_S,
         poison: bool = False,
@@ -176,7 +178,7 @@ class LocalEngine:
             inline=self._inline,
             pack_tokens=None if chunk_tokens == "auto" else chunk_tokens,
             sessions=session_bytes > 0,
-            card=CardUse(kernels=kernels, graphs=kernels and graphs),
+            card=CardUse(kernels=kernels, graphs=kernels and graphs, compiled=compiled),
         )
         self._note_serving(serving, max_query_tokens, chunk_tokens)
         self.keeps_sessions = session_bytes > 0 and serving.extends_slices

@@ -38,6 +38,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         deterministic: Give a query the same bits whatever the load is.
         kernels: Decode on a card through the ring's own kernels.
         graphs: Capture the decode step on a card; needs the kernels.
+        compiled: Compile the small parts of captured steps.
         threads: CPU threads of torch; 0 keeps torch's choice.
         classes: The SLA classes.
     """
@@ -63,5 +64,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     deterministic: bool = False
     kernels: bool = True
     graphs: bool = True
+    compiled: bool = True
     threads: int = 0
     classes: tuple[SlaClass, ...] = DEFAULT_CLASSES

@@ -33,17 +33,16 @@ def test_it_takes_the_flags_of_serve(
     assert shown["server"]["listen"] == ["127.0.0.1:1"]
 
 
-@pytest.mark.parametrize(("flags", "graphs"), [([], True), (["--no-graphs"], False)])
-def test_graphs_are_turned_off_for_debugging(
-    flags: list[str],
-    graphs: bool,  # noqa: FBT001 - a parameter of the test
-    check: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_graphs_and_compiled_parts_are_turned_off_for_debugging(
+    check: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [*check, *flags])
-    assert cli.run() == 0
-    assert json.loads(capsys.readouterr().out)["engine"]["graphs"] is graphs
+    found = []
+    for flags in ([], ["--no-graphs"], ["--no-compile"]):
+        monkeypatch.setattr(sys, "argv", [*check, *flags])
+        assert cli.run() == 0
+        engine = json.loads(capsys.readouterr().out)["engine"]
+        found.append((engine["graphs"], engine["compiled"]))
+    assert found == [(True, True), (False, True), (True, False)]
 
 
 @pytest.mark.parametrize(

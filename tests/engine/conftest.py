@@ -31,7 +31,7 @@ from batond.bench.draws import LONGEST_QUERY_TOKENS, Draws
 from batond.bench.draws import byte_tokenizer as bench_tokenizer
 from batond.bench.solo import SoloRuns
 from batond.daemon.engine import LocalEngine, local
-from batond.daemon.engine.batch import card_steps, card_window
+from batond.daemon.engine.batch import card_steps, card_window, compiled
 from batond.daemon.engine.batch.graphs import CaptureLimits, StepGraphs, StepOutput, capture_steps
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.ring import RingBatch
@@ -420,4 +420,5 @@ def card_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Rerun]:
     monkeypatch.setattr(rings, "why_no_kernels", lambda *_: "")
     monkeypatch.setattr(card_window, "_kernels", lambda: TorchKernels)
     monkeypatch.setattr(card_steps, "capture_on_card", capture_all)
+    monkeypatch.setattr(compiled, "compile_function", lambda function: function)
     return captured

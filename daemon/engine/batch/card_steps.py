@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batond.daemon.engine.batch.card_window import CardWindow
+from batond.daemon.engine.batch.compiled import CompiledParts
 from batond.daemon.engine.batch.graphs import StepGraphs, StepOutput, capture_on_card, row_buckets
 from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, active_window, ignored_arguments
 from batond.daemon.engine.batch.ring_cache import ring_cache
@@ -31,16 +33,18 @@ class CardUse:
     Attributes:
         kernels: Attention by the ring's own kernels.
         graphs: Steps captured as graphs; needs the kernels.
+        compiled: Captured steps have the model's small parts compiled.
         one_size: One graph for all rows: no bit of a row depends on which others are in use.
     """
 
     kernels: bool = True
     graphs: bool = True
+    compiled: bool = True
     one_size: bool = False
 
 
 WHOLE_CARD = CardUse()
-NO_CARD = CardUse(kernels=False, graphs=False)
+NO_CARD = CardUse(kernels=False, graphs=False, compiled=False)
 
 
 class CardSteps:
@@ -76,13 +80,17 @@ class CardSteps:
         self.graphs = StepGraphs()
         if use.graphs:
             sizes = (self._rows,) if use.one_size else row_buckets(self._rows)
-            self.graphs = capture_on_card(self._step_of, sizes, storage.device)
+            parts = CompiledParts(model.model).in_use() if use.compiled else contextlib.nullcontext()
+            with parts:
+                self.graphs = capture_on_card(self._step_of, sizes, storage.device)
+        self._compiled = use.compiled
 
     @property
     def remark(self) -> str:
         """What an operator should know, in words."""
         said = "; decode attention by the card's kernel"
         if self.graphs.sizes:
+            said += ", compiled" if self._compiled else ""
             said += f", steps as graphs of {', '.join(map(str, self.graphs.sizes))} rows"
         return said + (f" ({self.graphs.why_no_more})" if self.graphs.why_no_more else "")
 

@@ -70,19 +70,29 @@ def ring_way(trial: Trial, layout: RecordLayout, columns: int, padded: Way, card
 
 
 def _with_graphs(trial: Trial, layout: RecordLayout, padded: Way, proof: RingProof) -> RingProof:
-    """Keep graphs where captured steps, of changing row counts, are as exact as eager ones."""
-    eager = replace(proof, card=replace(proof.card, graphs=False))
+    """Keep graphs, and compiled parts in them, where captured steps of changing row counts are exact, too."""
+    eager = replace(proof, card=replace(proof.card, graphs=False, compiled=False))
     if not proof.card.graphs:
         return eager
-    plain = ring_way(trial, layout, trial.longest_query_tokens, padded, proof.card)
+    remark = ""
+    for compiled in (True, False) if proof.card.compiled else (False,):
+        card = replace(proof.card, compiled=compiled)
+        error, why = _graph_error(trial, layout, padded, card)
+        if error is not None:
+            return RingProof(max(error, proof.error), card, remark)
+        remark = f"; not compiled: {why}" if compiled else f"; no graphs: {why}"
+    return replace(eager, remark=remark)
+
+
+def _graph_error(trial: Trial, layout: RecordLayout, padded: Way, card: CardUse) -> tuple[float | None, str]:
+    """How far captured steps are off, or None and why they will not do."""
+    plain = ring_way(trial, layout, trial.longest_query_tokens, padded, card)
     way = Way(lambda rows: _captured(plain.batch(rows)), plain.prompt)
     kept, trial.reasons = trial.reasons, []
     error = trial.error(shared_error, way, "graphs")
     holds = error is not None and trial.same_bits(way, "graphs")
     why, trial.reasons = trial.why, kept
-    if holds and error is not None:
-        return replace(proof, error=max(error, proof.error))
-    return replace(eager, remark=f"; no graphs: {why}")
+    return (error if holds else None), why
 
 
 def _captured(batch: object) -> RingBatch:

@@ -10,7 +10,7 @@ import torch
 
 from batond.bench import families
 from batond.daemon.engine import LocalEngine
-from batond.daemon.engine.batch import card_steps, card_window
+from batond.daemon.engine.batch import card_steps, card_window, compiled
 from batond.daemon.engine.batch.graphs import StepGraphs
 from batond.daemon.engine.batch.kernel_check import why_no_kernels
 from batond.daemon.engine.batch.ring_rule import Rule
@@ -30,12 +30,16 @@ def test_without_a_card_nothing_is_said_of_kernels() -> None:
 @pytest.mark.usefixtures("card_on_cpu")
 def test_kernels_and_graphs_are_taken_where_they_are_exact() -> None:
     engine = LocalEngine(families.make_family("llama"), **RING)
-    assert "decode attention by the card's kernel, steps as graphs of 1, 2 rows" in engine.batch_reason
+    assert (
+        "decode attention by the card's kernel, compiled, steps as graphs of 1, 2 rows" in engine.batch_reason
+    )
 
 
 @pytest.mark.usefixtures("card_on_cpu")
 def test_a_switch_turns_each_off() -> None:
     model = families.make_family("llama")
+    reason = LocalEngine(model, compiled=False, **RING).batch_reason
+    assert "the card's kernel, steps as graphs of 1, 2 rows" in reason
     reason = LocalEngine(model, graphs=False, **RING).batch_reason
     assert "the card's kernel" in reason
     assert "graphs" not in reason
@@ -116,3 +120,18 @@ def test_a_step_that_keeps_what_the_capture_saw_is_found_at_load(
     engine = LocalEngine(families.make_family("llama"), **RING)
     assert card_on_cpu
     assert "no graphs: graphs: logits differ by" in engine.batch_reason
+
+
+@pytest.mark.usefixtures("card_on_cpu")
+def test_parts_that_can_not_be_compiled_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_function: Any) -> Any:
+        def run(*_args: Any) -> None:
+            raise RuntimeError("the backend failed\nat length")
+
+        return run
+
+    monkeypatch.setattr(compiled, "compile_function", failing)
+    reason = LocalEngine(families.make_family("llama"), **RING).batch_reason
+    assert "not compiled: graphs: UnsupportedModelError" in reason
+    assert "the backend failed" in reason
+    assert "steps as graphs of 1, 2 rows" in reason
