@@ -164,15 +164,21 @@ def _add_output(
 ) -> None:
     """Put in what the choices emitted: the first's at the top, and each by itself if there are several."""
     outputs = [types_pb2.Choice(index=index) for index in range(choices)]
+    texts: list[list[str]] = [[] for _ in outputs]  # A message's text that grows is copied with each chunk.
     for chunk in chunks:
         if chunk.choice >= choices:
             continue  # Written by hand.
         output = outputs[chunk.choice]
+        texts[chunk.choice].append(chunk.text)
         output.token_ids.extend(chunk.token_ids)
-        output.logprobs.extend(token_logprobs(chunk.token_ids, chunk.logprobs))
-        output.text += chunk.text
-        output.finish_reason = _finish_reason(chunk.finish_reason)
-        shown.prompt_logprobs.extend(token_logprobs(prompt, chunk.prompt_logprobs))
+        if chunk.logprobs is not None:
+            output.logprobs.extend(token_logprobs(chunk.token_ids, chunk.logprobs))
+        if chunk.finish_reason:
+            output.finish_reason = _finish_reason(chunk.finish_reason)
+        if chunk.prompt_logprobs is not None:
+            shown.prompt_logprobs.extend(token_logprobs(prompt, chunk.prompt_logprobs))
+    for output, parts in zip(outputs, texts, strict=True):
+        output.text = "".join(parts)
     shown.output_token_ids.extend(outputs[0].token_ids)
     shown.logprobs.extend(outputs[0].logprobs)
     shown.text = outputs[0].text

@@ -16,6 +16,7 @@ from batond.daemon.errors import (
     UnavailableError,
 )
 from batond.daemon.front import convert, ranks
+from batond.daemon.front.finals import Finals
 from batond.daemon.front.follow import Ended
 from batond.daemon.front.hub import GotRow
 from batond.daemon.front.requests import check_job_id
@@ -80,6 +81,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         self._classes, self._neighbours = classes, neighbours
         self._ttl_ms = result_ttl_s * 1000
         self._max_message_bytes = max_message_bytes
+        self._finals = Finals(self._shown)
         self._attached: Counter[tuple[str, str]] = Counter()
         self._tidying: set[asyncio.Task[None]] = set()
 
@@ -261,7 +263,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         """Write the events of a job, named by tenant and id; returns whether the job ended."""
         sequence = 0
         async for event in events:
-            ended = await self._shown(event.record) if isinstance(event, Ended) else None
+            ended = await self._finals.show(event.record) if isinstance(event, Ended) else None
             prompt: Sequence[int] = ()
             if isinstance(event, Chunk) and event.prompt_logprobs is not None:
                 prompt = (await self._store.get_spec(*name)).prompt_token_ids

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from redis.exceptions import RedisError, ResponseError
+
+from batond.daemon.queue.connection import domain_error
 from batond.daemon.queue.records import Chunk, GarbageError, JobState, decode_chunk
 
 if TYPE_CHECKING:
@@ -69,3 +72,21 @@ def read_state(raw: bytes | None) -> JobState | None:
         return None if raw is None else JobState(raw.decode())
     except ValueError:  # Also what is no text at all.
         return None
+
+
+def read_sight(state: Any, outputs: list[tuple[Any, Any]], look: Look) -> Sight:
+    """Reads the replies to a look: state and, of each choice, those to `ask_output`.
+
+    Raises:
+        BatondError: What the server said, if that is not of the job itself.
+    """
+    for reply in (state, *(part for pair in outputs for part in pair)):
+        if isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE"):
+            return GONE
+        if isinstance(reply, RedisError):
+            raise domain_error(reply) from reply
+    try:
+        chunks = [read_output(*pair, index) for pair, index in zip(outputs, look.from_indexes, strict=True)]
+    except GarbageError:
+        return GONE
+    return Sight(read_state(state), chunks)

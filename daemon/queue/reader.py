@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import quote
 
 import msgspec
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from batond.daemon.errors import BatondError, InvalidRequestError, NotFoundError
 from batond.daemon.queue import dead
@@ -16,7 +16,7 @@ from batond.daemon.queue.calls import call, heed_cancel
 from batond.daemon.queue.codec import decode_claimed
 from batond.daemon.queue.connection import domain_error
 from batond.daemon.queue.keys import Keys, job_ref, split_ref
-from batond.daemon.queue.look import GONE, Look, Sight, ask_output, read_output, read_state
+from batond.daemon.queue.look import Look, Sight, ask_output, read_output, read_sight
 from batond.daemon.queue.records import (
     Chunk,
     Counts,
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 MAX_PAGE: Final = 1000
 MOST_DIGITS: Final = 18  # Of a counter.
 PUBSUB_POLL_S: Final = 30.0
+PAGE_CHUNKS: Final = 2000  # Of output, at once: some milliseconds of the server's and of the event loop.
 LOOK_AT: Final = 2000  # Index entries one page may look at: bounds the server's time for a rare state.
 
 
@@ -163,20 +164,26 @@ class JobReader:
     ) -> list[list[Chunk]]:
         """Output of some choices, by the first token wanted of each."""
         pipe = self._client.pipeline(transaction=False)
-        for choice, from_index in from_indexes.items():
+        names = [self.keys.out(job_ref(tenant, job_id), choice) for choice in from_indexes]
+        for name, from_index in zip(names, from_indexes.values(), strict=True):
             if from_index < 0:
                 raise InvalidRequestError(
                     "from_index must not be negative", field="from_index", value=from_index
                 )
-            ask_output(pipe, self.keys.out(job_ref(tenant, job_id), choice), from_index, limit)
+            ask_output(pipe, name, from_index, PAGE_CHUNKS if limit is None else min(limit, PAGE_CHUNKS))
         with _readable(tenant, job_id):
             replies = await self._ask(pipe.execute())
-            return [
-                read_output(before, after, from_index)[:limit]
-                for from_index, before, after in zip(
-                    from_indexes.values(), replies[::2], replies[1::2], strict=True
-                )
-            ]
+            pages = zip(names, from_indexes.values(), replies[::2], replies[1::2], strict=True)
+            return [(await self._rest(*page))[:limit] for page in pages]
+
+    async def _rest(self, name: str, from_index: int, before: Any, page: Any) -> list[Chunk]:
+        """One choice's output, whose first page is there; others get their turn between the pages."""
+        chunks = read_output(before, page, from_index)
+        while len(page) == PAGE_CHUNKS:
+            after = f"({page[-1][0].decode()}"
+            page = await self._ask(self._client.xrange(name, after, "+", count=PAGE_CHUNKS))
+            chunks += read_output([], page, from_index)
+        return chunks
 
     async def look(self, looks: Sequence[Look]) -> list[Sight]:
         """Gives state and committed output of many jobs, in one round trip."""
@@ -190,7 +197,7 @@ class JobReader:
         # A key somebody wrote by hand fails its own look only.
         replies = iter(await self._ask(pipe.execute(raise_on_error=False)))
         return [
-            _sight(next(replies), [(next(replies), next(replies)) for _ in look.from_indexes], look)
+            read_sight(next(replies), [(next(replies), next(replies)) for _ in look.from_indexes], look)
             for look in looks
         ]
 
@@ -359,20 +366,6 @@ def _not_found(tenant: str, job_id: str) -> NotFoundError:
         tenant=tenant,
         job_id=job_id,
     )
-
-
-def _sight(state: Any, outputs: list[tuple[Any, Any]], look: Look) -> Sight:
-    """What a look sees; raises what the server said if that is not of the job itself."""
-    for reply in (state, *(part for pair in outputs for part in pair)):
-        if isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE"):
-            return GONE
-        if isinstance(reply, RedisError):
-            raise domain_error(reply) from reply
-    try:
-        chunks = [read_output(*pair, index) for pair, index in zip(outputs, look.from_indexes, strict=True)]
-    except GarbageError:
-        return GONE
-    return Sight(read_state(state), chunks)
 
 
 def _notice(message: dict[str, Any], orders: str) -> Notice | None:

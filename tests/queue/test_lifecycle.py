@@ -11,7 +11,7 @@ import pytest
 
 from batond.daemon.errors import ConflictError, ExhaustedError, InvalidRequestError, NotFoundError, StateError
 from batond.daemon.front import convert
-from batond.daemon.queue import JobState, NoticeKind
+from batond.daemon.queue import JobState, NoticeKind, reader
 
 if TYPE_CHECKING:
     from conftest import Queue
@@ -201,6 +201,24 @@ async def test_reading_from_any_index(queue: Queue) -> None:
     assert [c.first_index for c in await queue.store.read_chunks("t", "a", 1, limit=2)] == [0, 3]
     with pytest.raises(InvalidRequestError):
         await queue.store.read_chunks("t", "a", -1)
+
+
+@pytest.mark.parametrize("page_chunks", [1, 2, 3, 5])
+async def test_long_output_is_read_in_pages(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, page_chunks: int
+) -> None:
+    """C4: nobody else waits while a long result is read; where a page ends, nothing is lost or doubled."""
+    monkeypatch.setattr(reader, "PAGE_CHUNKS", page_chunks)
+    await queue.submit("a")
+    job = await queue.claim_one()
+    for index in range(0, 10, 2):
+        await queue.commit(queue.step(job, index, index, index + 1, text=f"<{index}>"))
+    await queue.commit(queue.step(job, 10, text="end", state=JobState.SUCCEEDED))
+    for start in range(12):
+        chunks = await queue.store.read_chunks("t", "a", start)
+        firsts = [index for index in (0, 2, 4, 6, 8) if index + 2 > start]
+        assert [c.first_index for c in chunks] == [*firsts, *([10] if start <= 10 else [])]
+    assert [c.first_index for c in await queue.store.read_chunks("t", "a", 3, limit=3)] == [2, 4, 6]
 
 
 async def test_jobs_of_other_tenants_do_not_exist(queue: Queue) -> None:
