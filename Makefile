@@ -55,7 +55,7 @@ SECONDS ?= 600
 
 soak: $(STAMP) ## The slow tests at their full counts, ten minutes of kills, ten of random schedules (an hour or two)
 	@echo '== tests at full counts'
-	@BATOND_SOAK=1 $(PYTEST) -n $(WORKERS) --dist worksteal --timeout 3600 tests/faults tests/fuzz tests/queue $(ARGS)
+	@BATOND_SOAK=1 $(PYTEST) -n $(WORKERS) --dist worksteal --timeout 3600 tests/faults tests/fuzz tests/queue tests/engine tests/scheduler tests/bench $(ARGS)
 	@echo '== chaos'
 	@$(BIN)/python -m batond.bench chaos --duration $(SECONDS)
 	@echo '== schedules'

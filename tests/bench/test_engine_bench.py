@@ -7,11 +7,12 @@ import torch
 
 from batond.bench import models, workloads
 from batond.bench.engine import MODES, ideal_steps, run
+from batond.bench.faults.counts import full_or
 from batond.bench.schedule import list_schedule_steps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [2, 6])
+@pytest.mark.parametrize("rows", full_or((6,), (2, 6)))
 def test_decoupled_wastes_nothing_while_queries_wait(rows: int) -> None:
     torch.set_num_threads(1)
     model = models.load("tiny")

@@ -84,7 +84,7 @@ def test_a_reload_loses_no_token(
     with daemon.client("red") as red, Client(f"unix:{daemon.socket}", token="n3w", timeout_s=120.0) as new:
         with pytest.raises(UnauthenticatedError):
             new.server_info()
-        job = red.submit(token_ids=[4, 5, 6], max_tokens=600, ignore_eos=True)
+        job = red.submit(token_ids=[4, 5, 6], max_tokens=300, ignore_eos=True)
         with red.watch(job.job_id) as stream:
             after_tokens(stream, 10)
             more = first.replace("rows = 2", "rows = 3") + added + "[log]\nlevel = 'debug'\n"
@@ -95,7 +95,7 @@ def test_a_reload_loses_no_token(
             assert new.server_info().model == "tiny"
             done = stream.last_job()
         assert done.state is JobState.SUCCEEDED
-        assert (list(done.output_token_ids), done.attempts) == (solo([4, 5, 6], 600), 1)
+        assert (list(done.output_token_ids), done.attempts) == (solo([4, 5, 6], 300), 1)
         long = red.submit(token_ids=[4, 5, 6], max_tokens=4000, ignore_eos=True)
         after_tokens(red.watch(long.job_id), 10)
     assert daemon.stop() == 0

@@ -54,10 +54,10 @@ def test_drain_hands_long_jobs_back_with_their_tokens(
     start_daemon: Callable[..., LocalDaemon], solo: Solo, after_tokens: AfterTokens
 ) -> None:
     """V2: the short job finishes, the long one goes on after the restart, attempts are not charged."""
-    daemon = start_daemon(sections={"service": {"drain_timeout_s": 0.5}})
+    daemon = start_daemon(sections={"service": {"drain_timeout_s": 0.2}})
     daemon.wait_ready()
     with daemon.client("red") as red:
-        long = red.submit(token_ids=[4, 5, 6], max_tokens=1500, ignore_eos=True)
+        long = red.submit(token_ids=[4, 5, 6], max_tokens=800, ignore_eos=True)
         after_tokens(red.watch(long.job_id), 10)
         short = red.submit(token_ids=[7], max_tokens=20, ignore_eos=True)
         after_tokens(red.watch(short.job_id), 1)
@@ -66,7 +66,7 @@ def test_drain_hands_long_jobs_back_with_their_tokens(
     with daemon.client("red") as red:
         assert red.result(short.job_id).output_tokens == 20
         done = red.result(long.job_id)
-    assert list(done.output_token_ids) == solo([4, 5, 6], 1500)
+    assert list(done.output_token_ids) == solo([4, 5, 6], 800)
     assert done.attempts == 2  # Two daemons ran it; a hand-back is not charged as a failure.
 
 
@@ -77,7 +77,7 @@ def test_killed_daemon_loses_nothing(
     daemon = start_daemon(sections={"queue": {"lease_s": 2.0}})
     daemon.wait_ready()
     with daemon.client("red") as red:
-        jobs = [red.submit(token_ids=[3, n], max_tokens=500, ignore_eos=True) for n in range(4)]
+        jobs = [red.submit(token_ids=[3, n], max_tokens=250, ignore_eos=True) for n in range(4)]
         after_tokens(red.watch(jobs[0].job_id), 50)
     children = psutil.Process(daemon.process.pid).children(recursive=True)
     daemon.process.kill()
@@ -88,7 +88,7 @@ def test_killed_daemon_loses_nothing(
         for n, job in enumerate(jobs):
             done = red.result(job.job_id)
             assert done.state is JobState.SUCCEEDED
-            assert list(done.output_token_ids) == solo([3, n], 500)
+            assert list(done.output_token_ids) == solo([3, n], 250)
 
 
 def test_killed_engine_keeps_the_streams_open(
@@ -96,7 +96,7 @@ def test_killed_engine_keeps_the_streams_open(
 ) -> None:
     """D3: kill -9 of the engine process: it is started again, each token index is delivered once."""
     with daemon.client("red") as red:
-        job = red.submit(token_ids=[8, 9], max_tokens=700, ignore_eos=True)
+        job = red.submit(token_ids=[8, 9], max_tokens=300, ignore_eos=True)
         with red.watch(job.job_id) as stream:
             after_tokens(stream, 30)
             engine = next(
@@ -107,4 +107,4 @@ def test_killed_engine_keeps_the_streams_open(
             engine.kill()
             done = stream.last_job()
     assert done.state is JobState.SUCCEEDED
-    assert list(done.output_token_ids) == solo([8, 9], 700)
+    assert list(done.output_token_ids) == solo([8, 9], 300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,6 +40,7 @@ from batond.daemon.engine.model.causal import CausalModel
 from batond.daemon.engine.proof import rings
 from batond.daemon.engine.proof.trial import probe_layout
 from batond.daemon.scheduler.planner import PlannerLimits
+from batond.policies import registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -191,10 +193,11 @@ def any_model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def solo() -> Callable[..., list[int]]:
-    """Greedy tokens of transformers' own generate, alone."""
+    """Greedy tokens of transformers' own generate, alone; those of a model and a prompt are computed once."""
 
-    def run(model: Any, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = True) -> list[int]:
-        ids = torch.tensor([list(prompt)])
+    @functools.cache
+    def run_once(model: Any, prompt: tuple[int, ...], max_tokens: int, *, ignore_eos: bool) -> list[int]:
+        ids = torch.tensor([prompt])
         eos = {"eos_token_id": None} if ignore_eos else {}
         out = model.generate(
             input_ids=ids,
@@ -206,6 +209,9 @@ def solo() -> Callable[..., list[int]]:
         )
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return tokens
+
+    def run(model: Any, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = True) -> list[int]:
+        return list(run_once(model, tuple(prompt), max_tokens, ignore_eos=ignore_eos))
 
     return run
 
@@ -280,6 +286,15 @@ def _ask_once(monkeypatch: pytest.MonkeyPatch, findings: dict[Any, Any]) -> None
         return replace(serving, batch=_empty_again(serving.batch))
 
     monkeypatch.setattr(local, "choose_batch", choose_once)
+
+
+_entry_points = functools.cache(entry_points)
+
+
+@pytest.fixture(autouse=True)
+def _list_policies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine looks for its policy in all installed packages."""
+    monkeypatch.setattr(registry, "entry_points", _entry_points)
 
 
 def _empty_again(batch: Any) -> Any:

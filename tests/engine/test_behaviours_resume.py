@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batond.bench.families import make_family
+from batond.bench.faults.counts import full_or
 from batond.bench.model_support import solo_tokens
 from batond.bench.schedules import Arrival, Player, Request
 from batond.bench.solo import compare
@@ -49,7 +50,7 @@ def prompt(length: int, stride: int = 7) -> list[int]:
     return [3 + (stride * place + place * place) % 120 for place in range(length)]
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 12])
+@pytest.mark.parametrize("length", full_or((1, 8, 9), (1, 7, 8, 9, 12)))
 @pytest.mark.parametrize("family", KINDS_OF_CACHE)
 def test_a_park_at_every_index(make_stand: MakeStand, family: str, batch_kind: str, length: int) -> None:
     """R1, Q8: also between chunks, at the last one and at the first token; prompts around the window of 8."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 FAMILIES = ["llama", "mistral", "gemma2", "gpt_oss", "lfm2", "qwen3_next"]
 ROWS = 4
+TOKENS = 12  # Of each output: enough for some to be parked, and to end, in the middle of others.
 ENGINE: dict[str, Any] = {
     "rows": ROWS,
     "max_query_tokens": 128,
@@ -40,7 +41,7 @@ def prompt(length: int, stride: int) -> list[int]:
 
 def submit(engine: LocalEngine, number: int) -> Query:
     sampling = SamplingParams(
-        max_tokens=20, ignore_eos=True, logprobs=2, temperature=0.9 if number % 2 else 0.0
+        max_tokens=TOKENS, ignore_eos=True, logprobs=2, temperature=0.9 if number % 2 else 0.0
     )
     return engine.submit(prompt(1 + 7 * number % 40, 3 + number), sampling, seed=number)
 
@@ -100,8 +101,8 @@ def test_a_job_goes_on_elsewhere_to_the_bit(model: Any, device: str) -> None:
     tokens, _ = alone(first, 2)
     second = LocalEngine(model, **ENGINE, device=device)
     mate = submit(second, 3)
-    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
-    query = second.submit(prompt(15, 5), sampling, seed=2, emitted_token_ids=tokens[:11])
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    query = second.submit(prompt(15, 5), sampling, seed=2, emitted_token_ids=tokens[: TOKENS // 2])
     second.run_until_idle()
     assert query.output_token_ids == tokens
     assert mate.finish_reason == "length"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from batond.bench.draws import CLASSES, TENANTS
+from batond.bench.faults.counts import full_or
 from batond.bench.schedules import Arrival, Move, Player, Request
 from batond.bench.solo import compare
 from batond.daemon.engine import SamplingParams
@@ -40,7 +41,9 @@ FEW = settings(
     phases=[Phase.explicit, Phase.generate],  # To make a failure smaller takes longer than the time limit.
 )
 # New ones in every run; `python -m batond.bench soak` is for thousands.
-MANY = settings(FEW, max_examples=20, stateful_step_count=60, derandomize=False, phases=list(Phase))
+MANY = settings(
+    FEW, max_examples=full_or(6, 60), stateful_step_count=60, derandomize=False, phases=list(Phase)
+)
 
 few_and_many = pytest.mark.parametrize(
     "size",

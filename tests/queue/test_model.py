@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from batond.bench.faults.counts import full_or
 from batond.daemon.queue import (
     Chunk,
     ClaimedJob,
@@ -421,7 +422,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert (None if floor is None else float(floor)) == shares.floor
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [full_or(50, 600)])
 def test_the_queue_behaves_like_its_model(server: EmbeddedRedis, examples: int) -> None:
     """D6, D7, Q2, S10: no order of calls loses a job, runs it twice, changes an end, or miscounts a share."""
     QueueMachine.url = server.url

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from batond.bench.faults.counts import full_or
 from batond.daemon.scheduler.claims import in_parked_line
 from batond.daemon.scheduler.draft import MAX_BLOCKED, Draft
 from batond.daemon.scheduler.lanes import Walk
@@ -257,7 +258,7 @@ def test_what_is_passed_over_would_have_got_nothing(monkeypatch: pytest.MonkeyPa
 def test_victims_are_those_that_asking_one_by_one_would_find(name: str) -> None:
     """Lines and bars save questions; a policy without them gets the same plan."""
     parks = 0
-    for seed in range(120):
+    for seed in range(full_or(50, 1000)):
         dice = random.Random(seed)
         queries = [any_query(dice, number, 20.0) for number in range(1, dice.randint(10, 70))]
         queries = [replace(query, deadline_s=20.0 + dice.choice((1.0, 9.0, math.inf))) for query in queries]

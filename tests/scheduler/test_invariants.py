@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from batond.bench.faults.counts import full_or
 from batond.daemon.scheduler.claims import needed_bytes
 from batond.daemon.scheduler.plan import BatchView, Gate, Plan
 from batond.daemon.scheduler.planner import Planner, PlannerLimits
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Factories only: sharing them between examples changes nothing.
-many = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+many = settings(
+    max_examples=full_or(200, 2000),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 POLICIES = st.sampled_from([Fcfs(), Priority(ageing_s=5.0), Priority(ageing_s=1e9)])
 LIMITS = PlannerLimits(quantum_tokens=8, max_parks=3)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from batond.bench.faults.counts import full_or
 from batond.daemon.scheduler.plan import BatchView
 from batond.daemon.scheduler.planner import Planner
 from batond.policies.base import Phase
@@ -138,9 +139,8 @@ def test_host_pool_of_one_slice_three_parks_all_finish(fake_engine: type[FakeEng
     assert engine.finished[copied].computed_prompt_tokens == 8
 
 
-@pytest.mark.parametrize(
-    "steps", [5_000, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
-)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("steps", [full_or(10_000, 200_000)])
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 def test_random_life(fake_engine: type[FakeEngine], steps: int, *, tight: bool) -> None:
     """S4: sets stay disjoint, every row that was not parked gets exactly one token a step, nobody is lost."""

@@ -11,6 +11,7 @@ import pytest
 
 from batond.bench.fake_daemon import PROGRAM
 from batond.bench.fake_engine import STEP_VARIABLE, fake_tokens
+from batond.bench.faults.counts import full_or
 from batond.bench.local_daemon import LocalDaemon
 from batond.bench.local_redis import Cluster, Sentinels
 from batond.clients import Chunk, Finished, JobState
@@ -79,7 +80,11 @@ def fail_over(place: Sentinels | Cluster) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wait_replicas", [0, 1])
+@pytest.mark.parametrize(
+    ("place", "wait_replicas"),
+    [("sentinel", 0), ("cluster", 1), *full_or((), (("sentinel", 1), ("cluster", 0)))],
+    indirect=["place"],
+)
 async def test_streams_go_on_over_a_failover(
     mended: Sentinels | Cluster, start: Callable[..., LocalDaemon], wait_replicas: int
 ) -> None:
