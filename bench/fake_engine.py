@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -349,6 +349,26 @@ class FakeEngine:
         )
 
 
+def fake_ready(**said: Any) -> Ready:
+    """What an engine that computes nothing says of itself; `said` takes the place of some of it."""
+    plain = Ready(
+        model="m",
+        device="none",
+        rows=4,
+        max_query_tokens=64,
+        vocab_size=100,
+        eos_token_ids=[0],
+        batch_kind="fake",
+        batch_reason="computes nothing",
+        preemption_mode="offload",
+        kv_bytes_per_token=1,
+        host_pool_bytes=1,
+        policy="priority",
+        load_s=0.0,
+    )
+    return msgspec.structs.replace(plain, **said)
+
+
 def main(descriptor: int) -> int:
     """Serve the front at the other end; returns the exit status."""
     for ignored in (signal.SIGINT, signal.SIGHUP):  # They are for the front, which says when to stop.
@@ -356,23 +376,14 @@ def main(descriptor: int) -> int:
     channel = EngineChannel(descriptor)
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineSettings)
     channel.send(Loading(note="nothing to load"))
-    channel.send(
-        Ready(
-            model=settings.model_name,
-            device="none",
-            rows=settings.rows,
-            max_query_tokens=settings.max_query_tokens or MAX_QUERY_TOKENS,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=[0],
-            batch_kind="fake",
-            batch_reason="computes nothing",
-            preemption_mode="offload",
-            kv_bytes_per_token=1,
-            host_pool_bytes=1,
-            policy=settings.policy,
-            load_s=0.0,
-        )
+    ready = fake_ready(
+        model=settings.model_name,
+        rows=settings.rows,
+        max_query_tokens=settings.max_query_tokens or MAX_QUERY_TOKENS,
+        vocab_size=VOCAB_SIZE,
+        policy=settings.policy,
     )
+    channel.send(ready)
     try:
         step_s, stamps = float(os.environ.get(STEP_VARIABLE, STEP_S)), STAMPS_VARIABLE in os.environ
         FakeEngine(channel, settings, step_s, stamps=stamps).run()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
+from batond.bench.fake_engine import fake_ready
 from batond.daemon.front.dispatcher import Dispatcher
 from batond.daemon.front.held import HeldJob
 from batond.daemon.front.hub import Hub, LiveJob
@@ -72,21 +73,7 @@ def hold() -> Callable[..., HeldJob]:
     return make
 
 
-READY = Ready(
-    model="m",
-    device="none",
-    rows=4,
-    max_query_tokens=64,
-    vocab_size=100,
-    eos_token_ids=[0],
-    batch_kind="none",
-    batch_reason="",
-    preemption_mode="offload",
-    kv_bytes_per_token=1,
-    host_pool_bytes=1,
-    policy="priority",
-    load_s=0.0,
-)
+READY = fake_ready()
 
 
 @pytest.fixture

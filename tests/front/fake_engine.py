@@ -14,6 +14,7 @@ import sys
 
 import msgspec
 
+from batond.bench.fake_engine import fake_ready
 from batond.daemon.wire.channel import ChannelClosed, EngineChannel
 from batond.daemon.wire.messages import (
     Cancel,
@@ -23,7 +24,6 @@ from batond.daemon.wire.messages import (
     FinishReason,
     LoadFailed,
     Loading,
-    Ready,
     StepEvents,
     Stop,
     Submit,
@@ -31,24 +31,6 @@ from batond.daemon.wire.messages import (
     Usage,
 )
 from batond.daemon.wire.settings import EngineSettings
-
-
-def ready(settings: EngineSettings) -> Ready:
-    return Ready(
-        model=settings.model_name,
-        device="none",
-        rows=settings.rows,
-        max_query_tokens=64,
-        vocab_size=100,
-        eos_token_ids=[0],
-        batch_kind="fake",
-        batch_reason="a test",
-        preemption_mode="offload",
-        kv_bytes_per_token=1,
-        host_pool_bytes=1,
-        policy=settings.policy,
-        load_s=0.0,
-    )
 
 
 def answer(submit: Submit) -> StepEvents:
@@ -110,7 +92,7 @@ def main(mode: str, fd: int) -> int:
     if mode == "hang":
         channel.poll(3600.0)
         return 1
-    channel.send(ready(settings))
+    channel.send(fake_ready(model=settings.model_name, rows=settings.rows, policy=settings.policy))
     if mode == "garbage":
         os.write(fd, b"\x03\x00\x00\x00abc")
     try:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 import pytest
 
+from batond.bench.fake_engine import fake_ready
 from batond.daemon.errors import UnavailableError
 from batond.daemon.front import suspects
 from batond.daemon.front.dispatcher import Dispatcher
@@ -43,21 +44,7 @@ CLASSES = SlaClasses()
 #: The first token of a prompt that kills the engine; the second says at which token of a run.
 POISON = 666
 WHY = "step 7: AcceleratorError: device-side assert; exit status 3"
-READY = Ready(
-    model="m",
-    device="none",
-    rows=16,
-    max_query_tokens=4096,
-    vocab_size=1000,
-    eos_token_ids=[0],
-    batch_kind="toy",
-    batch_reason="",
-    preemption_mode="offload",
-    kv_bytes_per_token=1,
-    host_pool_bytes=1,
-    policy="priority",
-    load_s=0.0,
-)
+READY = fake_ready(rows=16, max_query_tokens=4096, vocab_size=1000)
 
 
 @dataclass
