@@ -1,19 +1,25 @@
 """Text to tokens, in the front. Tokens to text is the engine's, which owns stop strings.
 
 transformers' AutoTokenizer knows how each model wants its tokenizer set up and its chat template rendered,
-and reads GGUF files too. It imports torch where torch is installed, which costs the front memory but no work.
+and reads GGUF files too. It imports torch where torch is installed: seconds and 240 MB for which the front
+has no use. So it does without where it can, which is with folders; GGUF files are read with torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from batond.daemon.errors import ConfigError, InvalidRequestError
 from batond.daemon.weights import pretrained_source
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+_NO_ADVICE: Final = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 class Tokenizer(Protocol):
@@ -90,12 +96,42 @@ def load_tokenizer(place: Path) -> ModelTokenizer:
     Raises:
         ConfigError: There is none, or none of the fast kind.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and tests need none of it
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**pretrained_source(place))
+        tokenizer = _from_pretrained(place)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(f"can't load the tokenizer of {place}: {error}", path=place) from error
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ConfigError(f"{place}: only fast tokenizers can be served, not {type(tokenizer).__name__}")
     return ModelTokenizer(tokenizer)
+
+
+def _from_pretrained(place: Path) -> Any:
+    if place.is_dir() and not {"torch", "transformers"} & sys.modules.keys():
+        try:
+            with _without_torch():
+                return _auto(place)
+        except Exception:  # noqa: BLE001 - whatever a tokenizer misses, with torch it has its second chance
+            for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+                del sys.modules[name]
+    return _auto(place)
+
+
+def _auto(place: Path) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds, and tests need none of it
+
+    return AutoTokenizer.from_pretrained(**pretrained_source(place))
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """Hide torch from what is imported meanwhile: None is Python's own word for a module not to be found."""
+    cast("dict[str, Any]", sys.modules)["torch"] = None
+    advice = os.environ.get(_NO_ADVICE)
+    os.environ[_NO_ADVICE] = "1"  # transformers would say that it found none.
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+        del os.environ[_NO_ADVICE]
+        if advice is not None:
+            os.environ[_NO_ADVICE] = advice
