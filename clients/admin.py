@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from batond.clients import build, convert, daemons, dead, errors, tenants
-from batond.clients.tenants import TenantLimits
-from batond.v1 import admin_pb2, admin_pb2_grpc
+from batond.clients import admin_calls, build, convert, errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from batond.clients.admin_calls import AdminCall
     from batond.clients.daemons import DaemonInfo
     from batond.clients.dead import DeadJob, DeadJobPage
     from batond.clients.fleet import Fleet
     from batond.clients.model import BatchSnapshot, JobInfo
-    from batond.clients.tenants import PolicyInfo, TenantInfo, TenantToken
+    from batond.clients.tenants import PolicyInfo, TenantInfo, TenantLimits, TenantToken
+    from batond.v1 import admin_pb2_grpc
+
+T = TypeVar("T")
 
 
 class AdminCalls:
@@ -30,14 +32,19 @@ class AdminCalls:
         """See `Client`."""
         raise NotImplementedError
 
+    def _ask(self, call: AdminCall[T]) -> T:
+        if call.here:
+            self._fleet.only()
+        method = getattr(self._admin, call.method)
+        return call.read(self._call(method, call.request, attempts=call.attempts))
+
     def daemons(self) -> tuple[DaemonInfo, ...]:
         """Returns the daemons that share the daemon's Redis, of all models.
 
         Raises:
             PermissionDeniedError: The caller is no administrator.
         """
-        response = self._call(self._admin.ListDaemons, admin_pb2.ListDaemonsRequest())
-        return tuple(daemons.daemon(one) for one in response.daemons)
+        return self._ask(admin_calls.list_daemons())
 
     def watch_batch(self, min_interval_s: float | None = None) -> Iterator[BatchSnapshot]:
         """Yields the batch as it stands, as it changes; ends when the daemon ends or the caller closes it."""
@@ -54,15 +61,11 @@ class AdminCalls:
 
     def park(self, job_id: str, *, tenant: str = "") -> JobInfo:
         """Takes the row of a running job and holds it until `resume`."""
-        self._fleet.only()
-        request = build.named(admin_pb2.ParkJobRequest, job_id=job_id, tenant=tenant)
-        return convert.job(self._call(self._admin.ParkJob, request, attempts=1).job)
+        return self._ask(admin_calls.park(job_id, tenant))
 
     def resume(self, job_id: str, *, tenant: str = "") -> JobInfo:
         """Lets a job parked by hand compete for a row again."""
-        self._fleet.only()
-        request = build.named(admin_pb2.ResumeJobRequest, job_id=job_id, tenant=tenant)
-        return convert.job(self._call(self._admin.ResumeJob, request, attempts=1).job)
+        return self._ask(admin_calls.resume(job_id, tenant))
 
     def drain(self, drain_timeout_s: float | None = None) -> int:
         """Tells the daemon to take no more jobs, finish or hand back what it has, and stop.
@@ -70,13 +73,11 @@ class AdminCalls:
         Returns:
             How many jobs were in the engine then.
         """
-        self._fleet.only()
-        response = self._call(self._admin.Drain, build.drain(drain_timeout_s), attempts=1)
-        return int(response.running_jobs)
+        return self._ask(admin_calls.drain(drain_timeout_s))
 
     def policy(self) -> PolicyInfo:
         """Returns the active scheduling policy and the names of all."""
-        return tenants.policy(self._call(self._admin.GetPolicy, admin_pb2.GetPolicyRequest()))
+        return self._ask(admin_calls.get_policy())
 
     def set_policy(self, policy: str) -> str:
         """Exchanges the daemon's policy until its restart; no query is lost.
@@ -87,10 +88,7 @@ class AdminCalls:
         Raises:
             InvalidRequestError: There is no such policy; the message names those there are.
         """
-        self._fleet.only()
-        request = build.named(admin_pb2.SetPolicyRequest, policy=policy)
-        response = self._call(self._admin.SetPolicy, request)
-        return str(response.previous_policy)
+        return self._ask(admin_calls.set_policy(policy))
 
     def create_tenant(
         self, name: str, limits: TenantLimits | None = None, *, certificate_subject: str = ""
@@ -100,37 +98,27 @@ class AdminCalls:
         Raises:
             AlreadyExistsError: The name was given before, or stands in the daemon's configuration.
         """
-        request = tenants.create(name, limits or TenantLimits(), certificate_subject)
-        return tenants.token(self._call(self._admin.CreateTenant, request, attempts=1))
+        return self._ask(admin_calls.create_tenant(name, limits, certificate_subject))
 
     def update_tenant(self, name: str, limits: TenantLimits) -> TenantInfo:
         """Replaces what an added tenant may do and use."""
-        request = tenants.update(name, limits)
-        response = self._call(self._admin.UpdateTenant, request)
-        return tenants.tenant(response.tenant)
+        return self._ask(admin_calls.update_tenant(name, limits))
 
     def rotate_tenant_token(self, name: str) -> TenantToken:
         """Makes a new token for an added tenant; the old one is refused from now on."""
-        request = build.named(admin_pb2.RotateTenantTokenRequest, name=name)
-        return tenants.token(self._call(self._admin.RotateTenantToken, request, attempts=1))
+        return self._ask(admin_calls.rotate_tenant_token(name))
 
     def disable_tenant(self, name: str, *, cancel_jobs: bool = False) -> TenantInfo:
         """Refuses an added tenant's calls and ends its streams; accepted jobs run, or are cancelled."""
-        request = build.named(admin_pb2.DisableTenantRequest, name=name)
-        request.cancel_jobs = cancel_jobs
-        response = self._call(self._admin.DisableTenant, request)
-        return tenants.tenant(response.tenant)
+        return self._ask(admin_calls.disable_tenant(name, cancel_jobs=cancel_jobs))
 
     def enable_tenant(self, name: str) -> TenantInfo:
         """Lets a disabled tenant in again."""
-        request = build.named(admin_pb2.EnableTenantRequest, name=name)
-        response = self._call(self._admin.EnableTenant, request)
-        return tenants.tenant(response.tenant)
+        return self._ask(admin_calls.enable_tenant(name))
 
     def tenants(self) -> tuple[TenantInfo, ...]:
         """Returns all tenants by name, configured and added ones."""
-        response = self._call(self._admin.ListTenants, admin_pb2.ListTenantsRequest())
-        return tuple(tenants.tenant(one) for one in response.tenants)
+        return self._ask(admin_calls.list_tenants())
 
     def dead_jobs_page(self, *, page_size: int = 0, page_token: str = "") -> DeadJobPage:
         """Returns one page of what was given up for good, of all tenants, newest first.
@@ -139,8 +127,7 @@ class AdminCalls:
             PermissionDeniedError: The caller is no administrator.
             InvalidRequestError: The page token is none.
         """
-        request = build.list_dead_jobs(page_size, page_token)
-        return dead.page(self._call(self._admin.ListDeadJobs, request))
+        return self._ask(admin_calls.list_dead_jobs(page_size, page_token))
 
     def dead_jobs(self, *, page_size: int = 0) -> Iterator[DeadJob]:
         """Yields what was given up for good, newest first; fetches pages as they are needed."""
@@ -162,8 +149,7 @@ class AdminCalls:
             NotFoundError: There is no such entry.
             WrongStateError: It is of no job, or nobody could run it; the message says why.
         """
-        request = build.named(admin_pb2.RetryDeadJobRequest, name=name)
-        return convert.job(self._call(self._admin.RetryDeadJob, request, attempts=1).job)
+        return self._ask(admin_calls.retry_dead_job(name))
 
     def drop_dead_job(self, name: str) -> None:
         """Throws a dead job away, with what it has put out.
@@ -174,5 +160,4 @@ class AdminCalls:
         Raises:
             NotFoundError: There is no such entry.
         """
-        request = build.named(admin_pb2.DropDeadJobRequest, name=name)
-        self._call(self._admin.DropDeadJob, request, attempts=1)
+        self._ask(admin_calls.drop_dead_job(name))

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from batond.clients import build, convert, daemons, dead, errors, tenants
-from batond.clients.tenants import TenantLimits
-from batond.v1 import admin_pb2, admin_pb2_grpc
+from batond.clients import admin_calls, build, convert, errors
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from batond.clients.admin_calls import AdminCall
     from batond.clients.daemons import DaemonInfo
     from batond.clients.dead import DeadJob, DeadJobPage
     from batond.clients.fleet import Fleet
     from batond.clients.model import BatchSnapshot, JobInfo
-    from batond.clients.tenants import PolicyInfo, TenantInfo, TenantToken
+    from batond.clients.tenants import PolicyInfo, TenantInfo, TenantLimits, TenantToken
+    from batond.v1 import admin_pb2_grpc
+
+T = TypeVar("T")
 
 
 class AsyncAdminCalls:
@@ -30,14 +32,19 @@ class AsyncAdminCalls:
         """See `AsyncClient`."""
         raise NotImplementedError
 
+    async def _ask(self, call: AdminCall[T]) -> T:
+        if call.here:
+            self._fleet.only()
+        method = getattr(self._admin, call.method)
+        return call.read(await self._call(method, call.request, attempts=call.attempts))
+
     async def daemons(self) -> tuple[DaemonInfo, ...]:
         """Returns the daemons that share the daemon's Redis, of all models.
 
         Raises:
             PermissionDeniedError: The caller is no administrator.
         """
-        response = await self._call(self._admin.ListDaemons, admin_pb2.ListDaemonsRequest())
-        return tuple(daemons.daemon(one) for one in response.daemons)
+        return await self._ask(admin_calls.list_daemons())
 
     async def watch_batch(self, min_interval_s: float | None = None) -> AsyncIterator[BatchSnapshot]:
         """Yields the batch as it stands, as it changes; ends when the daemon ends or the caller closes it."""
@@ -54,15 +61,11 @@ class AsyncAdminCalls:
 
     async def park(self, job_id: str, *, tenant: str = "") -> JobInfo:
         """Takes the row of a running job and holds it until `resume`."""
-        self._fleet.only()
-        request = build.named(admin_pb2.ParkJobRequest, job_id=job_id, tenant=tenant)
-        return convert.job((await self._call(self._admin.ParkJob, request, attempts=1)).job)
+        return await self._ask(admin_calls.park(job_id, tenant))
 
     async def resume(self, job_id: str, *, tenant: str = "") -> JobInfo:
         """Lets a job parked by hand compete for a row again."""
-        self._fleet.only()
-        request = build.named(admin_pb2.ResumeJobRequest, job_id=job_id, tenant=tenant)
-        return convert.job((await self._call(self._admin.ResumeJob, request, attempts=1)).job)
+        return await self._ask(admin_calls.resume(job_id, tenant))
 
     async def drain(self, drain_timeout_s: float | None = None) -> int:
         """Tells the daemon to take no more jobs, finish or hand back what it has, and stop.
@@ -70,13 +73,11 @@ class AsyncAdminCalls:
         Returns:
             How many jobs were in the engine then.
         """
-        self._fleet.only()
-        response = await self._call(self._admin.Drain, build.drain(drain_timeout_s), attempts=1)
-        return int(response.running_jobs)
+        return await self._ask(admin_calls.drain(drain_timeout_s))
 
     async def policy(self) -> PolicyInfo:
         """Returns the active scheduling policy and the names of all."""
-        return tenants.policy(await self._call(self._admin.GetPolicy, admin_pb2.GetPolicyRequest()))
+        return await self._ask(admin_calls.get_policy())
 
     async def set_policy(self, policy: str) -> str:
         """Exchanges the daemon's policy until its restart; no query is lost.
@@ -87,10 +88,7 @@ class AsyncAdminCalls:
         Raises:
             InvalidRequestError: There is no such policy; the message names those there are.
         """
-        self._fleet.only()
-        request = build.named(admin_pb2.SetPolicyRequest, policy=policy)
-        response = await self._call(self._admin.SetPolicy, request)
-        return str(response.previous_policy)
+        return await self._ask(admin_calls.set_policy(policy))
 
     async def create_tenant(
         self, name: str, limits: TenantLimits | None = None, *, certificate_subject: str = ""
@@ -100,37 +98,27 @@ class AsyncAdminCalls:
         Raises:
             AlreadyExistsError: The name was given before, or stands in the daemon's configuration.
         """
-        request = tenants.create(name, limits or TenantLimits(), certificate_subject)
-        return tenants.token(await self._call(self._admin.CreateTenant, request, attempts=1))
+        return await self._ask(admin_calls.create_tenant(name, limits, certificate_subject))
 
     async def update_tenant(self, name: str, limits: TenantLimits) -> TenantInfo:
         """Replaces what an added tenant may do and use."""
-        request = tenants.update(name, limits)
-        response = await self._call(self._admin.UpdateTenant, request)
-        return tenants.tenant(response.tenant)
+        return await self._ask(admin_calls.update_tenant(name, limits))
 
     async def rotate_tenant_token(self, name: str) -> TenantToken:
         """Makes a new token for an added tenant; the old one is refused from now on."""
-        request = build.named(admin_pb2.RotateTenantTokenRequest, name=name)
-        return tenants.token(await self._call(self._admin.RotateTenantToken, request, attempts=1))
+        return await self._ask(admin_calls.rotate_tenant_token(name))
 
     async def disable_tenant(self, name: str, *, cancel_jobs: bool = False) -> TenantInfo:
         """Refuses an added tenant's calls and ends its streams; accepted jobs run, or are cancelled."""
-        request = build.named(admin_pb2.DisableTenantRequest, name=name)
-        request.cancel_jobs = cancel_jobs
-        response = await self._call(self._admin.DisableTenant, request)
-        return tenants.tenant(response.tenant)
+        return await self._ask(admin_calls.disable_tenant(name, cancel_jobs=cancel_jobs))
 
     async def enable_tenant(self, name: str) -> TenantInfo:
         """Lets a disabled tenant in again."""
-        request = build.named(admin_pb2.EnableTenantRequest, name=name)
-        response = await self._call(self._admin.EnableTenant, request)
-        return tenants.tenant(response.tenant)
+        return await self._ask(admin_calls.enable_tenant(name))
 
     async def tenants(self) -> tuple[TenantInfo, ...]:
         """Returns all tenants by name, configured and added ones."""
-        response = await self._call(self._admin.ListTenants, admin_pb2.ListTenantsRequest())
-        return tuple(tenants.tenant(one) for one in response.tenants)
+        return await self._ask(admin_calls.list_tenants())
 
     async def dead_jobs_page(self, *, page_size: int = 0, page_token: str = "") -> DeadJobPage:
         """Returns one page of what was given up for good, of all tenants, newest first.
@@ -139,8 +127,7 @@ class AsyncAdminCalls:
             PermissionDeniedError: The caller is no administrator.
             InvalidRequestError: The page token is none.
         """
-        request = build.list_dead_jobs(page_size, page_token)
-        return dead.page(await self._call(self._admin.ListDeadJobs, request))
+        return await self._ask(admin_calls.list_dead_jobs(page_size, page_token))
 
     async def dead_jobs(self, *, page_size: int = 0) -> AsyncIterator[DeadJob]:
         """Yields what was given up for good, newest first; fetches pages as they are needed."""
@@ -163,8 +150,7 @@ class AsyncAdminCalls:
             NotFoundError: There is no such entry.
             WrongStateError: It is of no job, or nobody could run it; the message says why.
         """
-        request = build.named(admin_pb2.RetryDeadJobRequest, name=name)
-        return convert.job((await self._call(self._admin.RetryDeadJob, request, attempts=1)).job)
+        return await self._ask(admin_calls.retry_dead_job(name))
 
     async def drop_dead_job(self, name: str) -> None:
         """Throws a dead job away, with what it has put out.
@@ -175,5 +161,4 @@ class AsyncAdminCalls:
         Raises:
             NotFoundError: There is no such entry.
         """
-        request = build.named(admin_pb2.DropDeadJobRequest, name=name)
-        await self._call(self._admin.DropDeadJob, request, attempts=1)
+        await self._ask(admin_calls.drop_dead_job(name))
