@@ -86,8 +86,7 @@ def solo(model_folder: Path) -> Callable[[list[int], int], list[int]]:
     return run
 
 
-@pytest.fixture(scope="module")
-def start_daemon(model_folder: Path) -> Iterator[Callable[..., LocalDaemon]]:
+def _starter(model_folder: Path) -> Iterator[Callable[..., LocalDaemon]]:
     """Starts daemons; what still runs at the end is stopped."""
     started: list[LocalDaemon] = []
     # Unix socket paths are short: pytest's own folders can be too deep for them.
@@ -108,11 +107,29 @@ def start_daemon(model_folder: Path) -> Iterator[Callable[..., LocalDaemon]]:
 
 
 @pytest.fixture(scope="module")
-def daemon(start_daemon: Callable[..., LocalDaemon]) -> LocalDaemon:
-    """A ready daemon of two rows; a module's tests share it, since its start takes seconds."""
-    one = start_daemon()
-    one.wait_ready()
-    return one
+def start_daemon(model_folder: Path) -> Iterator[Callable[..., LocalDaemon]]:
+    """Starts daemons of the module's own; what still runs at its end is stopped."""
+    yield from _starter(model_folder)
+
+
+@pytest.fixture(scope="session")
+def _shared(model_folder: Path) -> Iterator[LocalDaemon]:
+    starter = _starter(model_folder)
+    daemon = next(starter)()
+    daemon.wait_ready()
+    yield daemon
+    next(starter, None)
+
+
+@pytest.fixture
+def daemon(_shared: LocalDaemon) -> LocalDaemon:
+    """A ready and idle daemon of two rows. All modules share it, since its start takes seconds.
+
+    Whoever leaves tenants, dead jobs or another policy behind starts one of its own.
+    """
+    if _shared.process.poll() is not None:  # A test that failed took it along.
+        _shared.restart()
+    return _shared
 
 
 @pytest.fixture

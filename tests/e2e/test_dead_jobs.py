@@ -24,6 +24,14 @@ PROMPT = [5, 6, 7]
 UNSERVED = "elsewhere"
 
 
+@pytest.fixture(scope="module")
+def daemon(start_daemon: Callable[..., LocalDaemon]) -> LocalDaemon:
+    """One of this module's own, which changes it."""
+    one = start_daemon()
+    one.wait_ready()
+    return one
+
+
 def audit(daemon: LocalDaemon) -> list[tuple[str, str, str, str]]:
     lines = [json.loads(line) for line in daemon.log.read_text().splitlines() if line.startswith("{")]
     return [

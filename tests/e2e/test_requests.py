@@ -82,7 +82,7 @@ def test_another_tenants_job_does_not_exist(daemon: LocalDaemon) -> None:
         own = blue.submit(token_ids=[9], max_tokens=3, ignore_eos=True, job_id="shared-name")
         assert blue.result(own.job_id).output_tokens == 3
         assert red.result(job.job_id).output_tokens == 200
-        assert [listed.job_id for listed in blue.list()] == ["shared-name"]
+        assert [listed.job_id for listed in blue.list()].count("shared-name") == 1
 
 
 def test_credentials_are_demanded(daemon: LocalDaemon) -> None:

@@ -40,7 +40,12 @@ def test_ready_is_said_after_the_self_test(start_daemon: Callable[..., LocalDaem
         while "READY=1" not in said:
             said += notify.recv(4096).decode().split("\n")
         with daemon.client("red") as red:
-            assert red.result(red.submit(token_ids=[1], max_tokens=1).job_id).output_tokens == 1
+            assert red.result(red.submit("text", max_tokens=1).job_id).prompt_tokens == len("text")
+        mapped = Path(f"/proc/{daemon.process.pid}/maps").read_text()
+        assert "tokenizers" in mapped
+        assert "libtorch" not in mapped, (
+            "seconds of the start, and more memory than all the rest of the front"
+        )
         while "WATCHDOG=1" not in said:
             said += notify.recv(4096).decode().split("\n")
         os.kill(daemon.process.pid, signal.SIGTERM)

@@ -47,6 +47,14 @@ def audit(daemon: LocalDaemon) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("logger") == "audit"]
 
 
+@pytest.fixture(scope="module")
+def daemon(start_daemon: Callable[..., LocalDaemon]) -> LocalDaemon:
+    """One of this module's own, which changes it."""
+    one = start_daemon()
+    one.wait_ready()
+    return one
+
+
 @pytest.fixture
 def resting(daemon: LocalDaemon, request: pytest.FixtureRequest) -> Iterator[Client]:
     """A tenant that has used up its tokens for most of a minute: its jobs wait longer than a test takes."""

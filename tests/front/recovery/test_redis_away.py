@@ -110,6 +110,7 @@ async def fail_to_save(admin: redis.asyncio.Redis, folder: Path, *, ill: bool) -
     """MISCONF, as a full disk gives: a snapshot can't be put where a folder lies."""
     if not ill:
         await admin.config_set("stop-writes-on-bgsave-error", "no")
+        await admin.config_set("save", "")  # It would not end without a snapshot.
         return
     (folder / "taken" / "by").mkdir(parents=True)
     await admin.config_set("save", "3600 1")
