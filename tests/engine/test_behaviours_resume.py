@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from typing import TYPE_CHECKING, Any
@@ -9,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from batond.bench.families import make_family
+from batond.bench import families
 from batond.bench.faults.counts import full_or
-from batond.bench.model_support import solo_tokens
 from batond.bench.schedules import Arrival, Player, Request
 from batond.bench.solo import compare
 from batond.daemon.engine import LocalEngine, SamplingParams
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
     MakeStand = Callable[[str, str], Any]
     MakeEngine = Callable[..., LocalEngine]
+    Solo = Callable[..., list[int]]
 
+make_family = functools.cache(families.make_family)  # No test here changes a model: a probe holds for all.
 KINDS_OF_CACHE = ["llama", "mistral", "gemma2", "gpt_oss", "lfm2"]
 EVERYTHING = SamplingParams(
     max_tokens=9,
@@ -98,7 +100,9 @@ def test_a_park_after_every_step(make_stand: MakeStand, family: str, batch_kind:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "falcon_h1"])
-def test_32_queries_under_random_parks(make_engine: MakeEngine, family: str, batch_kind: str) -> None:
+def test_32_queries_under_random_parks(
+    make_engine: MakeEngine, solo: Solo, family: str, batch_kind: str
+) -> None:
     """R2: every one gives transformers' own greedy tokens."""
     rng = random.Random(4)
     model = make_family(family)
@@ -119,7 +123,7 @@ def test_32_queries_under_random_parks(make_engine: MakeEngine, family: str, bat
     assert engine.counters["parks"] > 32
     assert engine.counters["recomputed_tokens"] == 0
     for query, (length, count, stride) in zip(queries, shapes, strict=True):
-        assert query.output_token_ids == solo_tokens(model, prompt(length, stride), count)
+        assert query.output_token_ids == solo(model, prompt(length, stride), count)
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
@@ -188,7 +192,7 @@ class LateCopier:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2"])
 def test_late_copies_and_poisoned_memory_change_nothing(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, family: str, batch_kind: str
+    make_engine: MakeEngine, solo: Solo, monkeypatch: pytest.MonkeyPatch, family: str, batch_kind: str
 ) -> None:
     """R5: a row's bytes turn to NaN as soon as it is free, host bytes as soon as they are given back."""
     monkeypatch.setattr("batond.daemon.engine.local.copier_for", lambda _: LateCopier())
@@ -224,7 +228,7 @@ def test_late_copies_and_poisoned_memory_change_nothing(
                 engine.resume(query)
     assert engine.counters["parks"] > 6
     for n, (query, (length, count)) in enumerate(zip(queries, shapes, strict=True)):
-        assert query.output_token_ids == solo_tokens(model, prompt(length, 3 + n), count)
+        assert query.output_token_ids == solo(model, prompt(length, 3 + n), count)
 
 
 def _flip_body(engine: LocalEngine, query: Query, place: float) -> None:
@@ -268,7 +272,7 @@ def test_flipped_bits_cost_one_recomputation(
             assert compare(player, number, request, stand.solo).faults == []
 
 
-def test_what_can_not_be_carried_is_computed_again(make_engine: MakeEngine) -> None:
+def test_what_can_not_be_carried_is_computed_again(make_engine: MakeEngine, solo: Solo) -> None:
     """R8: announced at start; an urgent query takes the only row, and the tokens stay the same."""
     model = make_family("rwkv")
     engine = make_engine(model, one_at_a_time=True, max_query_tokens=60)
@@ -287,12 +291,14 @@ def test_what_can_not_be_carried_is_computed_again(make_engine: MakeEngine) -> N
             engine.resume(low)
     assert (low.parks, low.planner_parks) == (3, 1)
     assert engine.residency.store.pool.used_bytes == 0
-    assert low.output_token_ids == solo_tokens(model, prompt(9), 24)
-    assert urgent.output_token_ids == solo_tokens(model, prompt(6, 5), 10)
+    assert low.output_token_ids == solo(model, prompt(9), 24)
+    assert urgent.output_token_ids == solo(model, prompt(6, 5), 10)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "lfm2", "falcon_h1"])
-def test_a_hundred_parks_recompute_nothing(make_engine: MakeEngine, family: str, batch_kind: str) -> None:
+def test_a_hundred_parks_recompute_nothing(
+    make_engine: MakeEngine, solo: Solo, family: str, batch_kind: str
+) -> None:
     """R9: each prompt token is computed once; the metric says so."""
     model = make_family(family)
     engine = make_engine(model, rows=2, batch=batch_kind, chunk_tokens=5, max_query_tokens=124)
@@ -307,10 +313,12 @@ def test_a_hundred_parks_recompute_nothing(make_engine: MakeEngine, family: str,
     assert (counters["parks"], counters.get("recomputed_tokens", 0)) == (100, 0)
     assert counters["prefill_tokens"] == 13
     assert query.usage().recomputed_tokens == 0
-    assert query.output_token_ids == solo_tokens(model, prompt(13), 110)
+    assert query.output_token_ids == solo(model, prompt(13), 110)
 
 
-def test_a_query_without_any_kv_is_parked_for_nothing(make_engine: MakeEngine, batch_kind: str) -> None:
+def test_a_query_without_any_kv_is_parked_for_nothing(
+    make_engine: MakeEngine, solo: Solo, batch_kind: str
+) -> None:
     """R10: no byte is reserved or copied, and it runs from its start later."""
     model = make_family("llama")
     engine = make_engine(model, rows=1, batch=batch_kind, max_query_tokens=40, host_pool_bytes=0)
@@ -325,5 +333,5 @@ def test_a_query_without_any_kv_is_parked_for_nothing(make_engine: MakeEngine, b
     assert engine.counters["prefill_tokens"] == 0
     engine.resume(query)
     engine.run_until_idle()
-    assert query.output_token_ids == solo_tokens(model, prompt(9), 10)
+    assert query.output_token_ids == solo(model, prompt(9), 10)
     assert query.recomputed_tokens == 0
