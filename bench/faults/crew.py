@@ -47,8 +47,8 @@ class OwnRedis(EmbeddedRedis):
                 client.script_load(load_script(name).source)
 
     def client(self) -> redis.Redis:
-        """A connection past any proxy."""
-        return redis.Redis.from_url(self.url)
+        """A connection past any proxy, that waits: to turn the clock of 100,000 jobs takes a while."""
+        return redis.Redis.from_url(self.url, socket_timeout=2 * WAIT_S)
 
     def kill(self) -> None:
         """SIGKILL."""
