@@ -140,7 +140,7 @@ WRITES: Final[dict[str, Life]] = {
     "dead_drop": bury,
     "EVAL": start,  # Tells the others of itself.
 }
-#: Calls that only read, or greet the server. No life here ends so that it can be retried: `dead_retry` is missing.
+#: Calls that only read, or greet the server. `dead_retry` is missing: no life ends so that it can be retried.
 READS: Final[dict[str, Life]] = {
     "HGETALL": serve,
     "HGET": serve,
