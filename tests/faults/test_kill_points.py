@@ -158,6 +158,7 @@ READS: Final[dict[str, Life]] = {
     "CLIENT": start,
     "INFO": start,
     "dead_list": bury,
+    "ZSCORE": bury,
 }
 LIVES: Final = {**WRITES, **READS}
 #: Made by the clock: how often tells nothing.

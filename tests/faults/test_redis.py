@@ -86,7 +86,7 @@ def test_a_call_that_is_cut_or_lost_is_made_again_and_does_no_harm(
     assert watcher.wrong() == ""
     info = insist(daemon, TENANT, lambda client: client.wait(doomed.job_id))
     assert info.state is JobState.CANCELLED
-    assert rules[0].met.wait(10.0)
+    assert rules[0].met.wait(10.0 + LONG_S)
     crew.proxy.lift()
 
 
