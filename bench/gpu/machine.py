@@ -86,7 +86,7 @@ def describe(device: torch.device) -> dict[str, str]:
         found["device"] = (
             f"{about.name}, {about.total_memory / (1 << 30):.1f} GiB, {about.multi_processor_count} SMs"
         )
-        with _nvml(device):
+        with contextlib.suppress(pynvml.NVMLError), _nvml(device):
             found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
         found["cuda"] = str(torch.version.cuda)
     found["python"] = platform.python_version()
@@ -104,7 +104,7 @@ def card_state(device: torch.device) -> CardState | None:
     if device.type != "cuda":
         return None
     found: dict[str, str] = {}
-    with _nvml(device) as card:
+    with contextlib.suppress(pynvml.NVMLError), _nvml(device) as card:
         for name, ask in _QUESTIONS.items():
             with contextlib.suppress(pynvml.NVMLError):  # Some cards and machines don't tell.
                 found[name] = ask(card)
@@ -140,11 +140,14 @@ def _of_most(now: float, most: float) -> str:
 
 @contextlib.contextmanager
 def _nvml(device: torch.device) -> Iterator[Any]:
-    """NVML's handle of a card, found by its UUID: NVML and CUDA may number cards differently."""
-    with contextlib.suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        try:
-            uuid = torch.cuda.get_device_properties(device).uuid
-            yield pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        finally:
-            pynvml.nvmlShutdown()
+    """NVML's handle of a card, found by its UUID: NVML and CUDA may number cards differently.
+
+    Raises:
+        pynvml.NVMLError: There is no NVML, or it does not know the card.
+    """
+    pynvml.nvmlInit()
+    try:
+        uuid = torch.cuda.get_device_properties(device).uuid
+        yield pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    finally:
+        pynvml.nvmlShutdown()

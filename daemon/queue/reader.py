@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 MAX_PAGE: Final = 1000
 MOST_DIGITS: Final = 18  # Of a counter.
 PUBSUB_POLL_S: Final = 30.0
-PAGE_CHUNKS: Final = 2000  # Of output, at once: some milliseconds of the server's and of the event loop.
+PAGE_CHUNKS: Final = 2000  # Of all choices, at once: some milliseconds of the server and of the event loop.
 LOOK_AT: Final = 2000  # Index entries one page may look at: bounds the server's time for a rare state.
 
 
@@ -147,7 +147,7 @@ class JobReader:
         return chunks
 
     async def read_choices(self, tenant: str, job_id: str, from_indexes: Sequence[int]) -> list[list[Chunk]]:
-        """Gives committed output of all choices in one round trip; see `read_chunks`.
+        """Gives committed output of all choices, in one round trip unless it is long; see `read_chunks`.
 
         Args:
             tenant: Whose.
@@ -164,24 +164,27 @@ class JobReader:
     ) -> list[list[Chunk]]:
         """Output of some choices, by the first token wanted of each."""
         pipe = self._client.pipeline(transaction=False)
+        size = max(1, PAGE_CHUNKS // max(1, len(from_indexes)))
         names = [self.keys.out(job_ref(tenant, job_id), choice) for choice in from_indexes]
         for name, from_index in zip(names, from_indexes.values(), strict=True):
             if from_index < 0:
                 raise InvalidRequestError(
                     "from_index must not be negative", field="from_index", value=from_index
                 )
-            ask_output(pipe, name, from_index, PAGE_CHUNKS if limit is None else min(limit, PAGE_CHUNKS))
+            ask_output(pipe, name, from_index, size if limit is None else min(limit, size))
         with _readable(tenant, job_id):
             replies = await self._ask(pipe.execute())
             pages = zip(names, from_indexes.values(), replies[::2], replies[1::2], strict=True)
-            return [(await self._rest(*page))[:limit] for page in pages]
+            return [(await self._rest(*page, size, limit))[:limit] for page in pages]
 
-    async def _rest(self, name: str, from_index: int, before: Any, page: Any) -> list[Chunk]:
+    async def _rest(
+        self, name: str, from_index: int, before: Any, page: Any, size: int, limit: int | None
+    ) -> list[Chunk]:
         """One choice's output, whose first page is there; others get their turn between the pages."""
         chunks = read_output(before, page, from_index)
-        while len(page) == PAGE_CHUNKS:
+        while len(page) == size and (limit is None or len(chunks) < limit):
             after = f"({page[-1][0].decode()}"
-            page = await self._ask(self._client.xrange(name, after, "+", count=PAGE_CHUNKS))
+            page = await self._ask(self._client.xrange(name, after, "+", count=size))
             chunks += read_output([], page, from_index)
         return chunks
 

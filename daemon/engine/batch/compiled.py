@@ -40,9 +40,10 @@ class CompiledParts:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.modules = [module for module in model.modules() if _is_norm(module) or _is_mlp(module)]
-        homes = {sys.modules[type(module).__module__] for module in model.modules()}
+        homes = {sys.modules.get(type(module).__module__) for module in model.modules()}
         self.homes = sorted(
-            (home for home in homes if hasattr(home, _ROTARY)), key=lambda home: home.__name__
+            (home for home in homes if home is not None and hasattr(home, _ROTARY)),
+            key=lambda home: home.__name__,
         )
         self._by_class = {
             kind: compile_function(kind.forward) for kind in {type(module) for module in self.modules}

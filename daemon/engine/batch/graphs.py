@@ -152,7 +152,8 @@ def capture_steps(
         try:
             graphs.add(rows, capture(rows))
         except (*MODEL_ERRORS, UnsupportedModelError) as error:
-            graphs.why_no_more = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            said = str(error).strip().partition("\n")[0]
+            graphs.why_no_more = f"{type(error).__name__}: {said}"
             break
         last_s, graphs.seconds = clock() - began_s - graphs.seconds, clock() - began_s
         graphs.nbytes = max(0, free_before - free_bytes())

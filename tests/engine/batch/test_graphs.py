@@ -98,3 +98,13 @@ def test_a_failed_capture_leaves_what_was_captured_before(fails_at: int) -> None
     graphs = capture_steps([1, 2, 4], capture, AMPLE, free_bytes=lambda: 0)
     assert graphs.sizes == ([4] if fails_at == 2 else [])
     assert graphs.why_no_more == "RuntimeError: the step waits"
+
+
+def test_a_capture_may_fail_without_a_word() -> None:
+    """As `assert` and `NotImplementedError` do: steps are taken one by one, and the engine starts."""
+
+    def capture(rows: int) -> Step:
+        raise NotImplementedError
+
+    graphs = capture_steps([1, 2], capture, AMPLE, free_bytes=lambda: 0)
+    assert (graphs.sizes, graphs.why_no_more) == ([], "NotImplementedError: ")
