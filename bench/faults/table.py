@@ -47,6 +47,11 @@ TABLE: Final = (
         ("daemons::test_a_kill_in_the_middle_of_a_job_loses_and_doubles_no_token",),
     ),
     Row(
+        "a daemon starts while Redis has just come back",
+        "it takes nothing from others before they had a lease's time to renew theirs",
+        ("daemons::test_a_daemon_that_starts_lets_the_living_renew_first",),
+    ),
+    Row(
         "a daemon is paused for longer than its lease, and wakes",
         "another has gone on; what the first one writes late is refused",
         ("daemons::test_a_paused_daemon_finds_its_job_taken_and_its_writes_refused",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,8 +59,6 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
     Raises:
         BatondError: It can't start as configured, or can't go on.
     """
-    # What gRPC's core writes to standard error holds bytes that anybody sent, line ends included: forged lines.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     parts = parts or Parts()
     _log.info("configuration", **redacted(settings))
     stop, reload = on_signals()

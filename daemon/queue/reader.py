@@ -175,17 +175,18 @@ class JobReader:
         with _readable(tenant, job_id):
             replies = await self._ask(pipe.execute())
             pages = zip(names, from_indexes.values(), replies[::2], replies[1::2], strict=True)
-            return [(await self._rest(*page, size, limit))[:limit] for page in pages]
+            return [
+                (read_output(before, page, start) + await self._rest(name, page, size, limit))[:limit]
+                for name, start, before, page in pages
+            ]
 
-    async def _rest(
-        self, name: str, from_index: int, before: Any, page: Any, size: int, limit: int | None
-    ) -> list[Chunk]:
-        """One choice's output, whose first page is there; others get their turn between the pages."""
-        chunks = read_output(before, page, from_index)
-        while len(page) == size and (limit is None or len(chunks) < limit):
+    async def _rest(self, name: str, page: Any, size: int, limit: int | None) -> list[Chunk]:
+        """What follows a first page of one choice; others get their turn between the pages."""
+        chunks: list[Chunk] = []
+        while len(page) == size and (limit is None or len(chunks) + size < limit):
             after = f"({page[-1][0].decode()}"
             page = await self._ask(self._client.xrange(name, after, "+", count=size))
-            chunks += read_output([], page, from_index)
+            chunks += read_output([], page, 0)
         return chunks
 
     async def look(self, looks: Sequence[Look]) -> list[Sight]:

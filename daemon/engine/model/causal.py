@@ -74,9 +74,7 @@ class CausalModel:
             raise UnsupportedModelError(f"{type(model).__name__} is no Hugging Face causal language model")
         self.device = torch.device(device)
         if self.device.type == "cuda":
-            torch.cuda.set_device(
-                self.device
-            )  # Triton and graphs use the current one; an engine has but one.
+            torch.cuda.set_device(self.device)  # Triton and graphs use the current one.
         self.model = model.to(self.device).eval()
         self.config = model.config
         self.dtype: torch.dtype = model.dtype
