@@ -2,6 +2,6 @@
 
 import os
 
-# What gRPC's core writes to standard error holds bytes that anybody sent, line ends included: they could forge
-# lines of a log. It reads this when it is imported. What fails is said by us, or in the call's status.
+# What gRPC's core writes to standard error holds bytes that anybody sent, line ends included: lines of a log
+# could be forged. It reads this when it is imported. What fails is said by us, or in the call's status.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
