@@ -34,11 +34,14 @@ from batond.clients.cli_input import (
     TemperatureOption,
     TenantOption,
     TimeLimitOption,
+    TokenFileOption,
     TokenIdsOption,
+    TokenOption,
     TopKOption,
     TopPOption,
     VerboseOption,
     add_prompt,
+    chosen_token,
     job_options,
     job_state,
     open_client,
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="batonctl",
     help="Submit, follow and steer jobs of a batond daemon.",
+    epilog=cli_output.EXIT_CODES_HELP,
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -94,12 +98,8 @@ def settings(
             help="host:port, unix:///path or a socket's path; several, with commas, of daemons of one queue.",
         ),
     ] = DEFAULT_TARGET,
-    token: Annotated[
-        str | None, typer.Option(envvar="BATOND_TOKEN", help="Your token.", show_envvar=True)
-    ] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(envvar="BATOND_TOKEN_FILE", help="File that holds your token.")
-    ] = None,
+    token: TokenOption = None,
+    token_file: TokenFileOption = None,
     root_ca: Annotated[
         Path | None, typer.Option(envvar="BATOND_ROOT_CA", help="PEM file that vouches for the daemon.")
     ] = None,
@@ -117,18 +117,12 @@ def settings(
         bool, typer.Option("--allow-plaintext-token", help="Send the token without TLS to another host.")
     ] = False,
 ) -> None:
-    """Submit, follow and steer jobs of a batond daemon.
-
-    Exit codes: 0 success, 1 the job failed or was cancelled, 2 wrong usage, 3 wrong request, 4 not found,
-    5 conflict, 6 access denied, 7 unavailable or exhausted, 8 time over, 9 other errors, 130 interrupted.
-    """
+    """Submit, follow and steer jobs of a batond daemon."""
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
         raise typer.Exit(cli_output.EXIT_USAGE)
     try:
-        # A token given outright goes before one in a file.
-        if token is None and token_file is not None:
-            token = token_file.read_text(encoding="utf-8").strip()
+        token = chosen_token(ctx, token, token_file)
         secure = tls or root_ca is not None or certificate is not None or key is not None
         ctx.obj = Settings(
             server=server,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,6 +41,16 @@ class Settings:
         )
 
 
+TokenOption = Annotated[
+    str | None, typer.Option(envvar="BATOND_TOKEN", help="Your token; goes before --token-file.")
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="BATOND_TOKEN_FILE",
+        help="File that holds your token; as an option it goes before BATOND_TOKEN, as a variable after it.",
+    ),
+]
 VerboseOption = Annotated[
     bool,
     typer.Option(
@@ -92,6 +103,24 @@ TimeLimitOption = Annotated[
     typer.Option("--time-limit", min=0.001, help="Seconds after which the job fails if it has not ended."),
 ]
 LabelOption = Annotated[list[str] | None, typer.Option("--label", help="NAME=VALUE; repeatable.")]
+
+
+def chosen_token(ctx: typer.Context, token: str | None, file: Path | None) -> str | None:
+    """Gives the token: --token, else --token-file, else BATOND_TOKEN, else BATOND_TOKEN_FILE.
+
+    Raises:
+        OSError: The file that counts can't be read.
+        ValueError: It is not UTF-8.
+    """
+    if file is not None and (token is None or (_typed(ctx, "token_file") and not _typed(ctx, "token"))):
+        return file.read_text(encoding="utf-8").strip()
+    return token
+
+
+def _typed(ctx: typer.Context, option: str) -> bool:
+    """Whether an option stands on the command line, not in the environment."""
+    source = ctx.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @contextlib.contextmanager

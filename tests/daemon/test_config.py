@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+import typer.main
 
+from batond.clients import cli as batonctl
 from batond.daemon import config, config_load, config_queue
 from batond.daemon.config_load import (
     engine_settings,
@@ -141,9 +143,40 @@ def test_a_misspelt_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def test_variables_of_the_clients_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATOND_TOKEN", "secret")
-    monkeypatch.setenv("BATOND_TARGET", "127.0.0.1:1")
-    assert "secret" not in json.dumps(redacted(load_settings()))
+    """Those that batonctl reads, `BATOND_SERVER` among them, though a section has that name."""
+    options = typer.main.get_command(batonctl.app).params
+    names = [option.envvar for option in options if isinstance(option.envvar, str)]
+    assert {"BATOND_SERVER", "BATOND_TOKEN"} <= set(names)
+    for name in [*names, "BATOND_TARGET"]:
+        monkeypatch.setenv(name, "secret:1")
+    monkeypatch.setenv("BATOND_SERVER__LISTEN", "127.0.0.1:5")
+    settings = load_settings()
+    assert settings.server.listen == ["127.0.0.1:5"]
+    assert "secret" not in json.dumps(redacted(settings))
+
+
+def test_a_client_variable_hides_no_other_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATOND_SERVER", "127.0.0.1:17531")
+    monkeypatch.setenv("BATOND_ENGINE__ROWS", "0")
+    with pytest.raises(ConfigError, match=r"^engine\.rows: "):
+        load_settings()
+
+
+def test_a_section_without_its_key_is_an_error_that_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATOND_LOG", "debug")
+    monkeypatch.setenv("batond_queue", '{"url": "redis://:secret@x"}')
+    monkeypatch.setenv("BATOND_ENGIN__ROWS", "1")
+    monkeypatch.setenv("BATOND_ENGINE__ROWS", "0")
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    said = str(caught.value)
+    assert "environment variable BATOND_LOG: write it as BATOND_LOG__<KEY>, such as BATOND_LOG__LEVEL" in said
+    assert (
+        "environment variable batond_queue: write it as BATOND_QUEUE__<KEY>, such as BATOND_QUEUE__" in said
+    )
+    assert "BATOND_ENGIN__ROWS: unknown key 'engin', did you mean 'engine'?" in said
+    assert "engine.rows: " in said
+    assert "secret" not in said
 
 
 @pytest.mark.parametrize("value", ["127.0.0.1:1, [::1]:2", '["127.0.0.1:1", "[::1]:2"]'])
