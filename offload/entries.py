@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from batond.offload.errors import OffloadStateError
 
 if TYPE_CHECKING:
+    from batond.offload.checks import Check
     from batond.offload.copies import Transfer
     from batond.offload.header import SliceHeader
     from batond.offload.pool import Reservation
@@ -127,10 +128,11 @@ class Ticket:
     entry: Entry
     transfer: Transfer
     forgotten: bool = False
+    check: Check | None = None
 
     @property
     def done(self) -> bool:
-        """Whether the copy is over, so that the finish won't wait for it."""
+        """Whether the copy is over; the checksum may not be, see `ParkedStore.ready`."""
         return self.transfer.done()
 
 

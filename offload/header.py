@@ -6,14 +6,12 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import xxhash
+import torch
 
 from batond.offload.errors import SliceCorruptError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
+    from batond.offload.slice import KVSlice
 
 MAGIC = b"BATONKV1"
 #: Magic, tokens, record bytes, state bytes, lengths of owner and of layout hash, which follow in UTF-8.
@@ -53,26 +51,36 @@ class SliceHeader:
         return fixed + owner + layout
 
 
-def seal(header: SliceHeader, body: Iterable[torch.Tensor]) -> tuple[bytes, int]:
+def describe(owner_id: str, kv: KVSlice, layout_hash: str) -> SliceHeader:
+    """The header of a slice.
+
+    Raises:
+        ValueError: It isn't made of contiguous bytes.
+    """
+    for tensor, dimensions in ((kv.tokens, 2), (kv.state, 1)):
+        if tensor.dtype != torch.uint8 or tensor.ndim != dimensions or not tensor.is_contiguous():
+            raise ValueError(
+                f"a slice is contiguous uint8, not {tensor.dtype} of shape {tuple(tensor.shape)},"
+                f" strides {tensor.stride()}"
+            )
+    return SliceHeader(owner_id, kv.n_tokens, kv.tokens.shape[1], kv.state.numel(), layout_hash)
+
+
+def seal(header: SliceHeader, checksum: int) -> bytes:
     """Encode the header and put the checksum of header and body behind it.
 
     Args:
         header: Describes the body.
-        body: Host bytes, each uint8 of shape [m]; read in place.
-
-    Returns:
-        Sealed header, and the checksum in it.
+        checksum: See `checks.py`.
     """
-    encoded = header.encode()
-    checksum = checksum_of(encoded, body)
-    return encoded + _CHECKSUM.pack(checksum), checksum
+    return header.encode() + _CHECKSUM.pack(checksum)
 
 
 def unseal(sealed: bytes) -> tuple[SliceHeader, int]:
     """Decode a sealed header.
 
     Returns:
-        The header, and the checksum it claims. Whether it is true is another question: see `checksum_of`.
+        The header, and the checksum it claims. Whether it is true is another question: see `checks.py`.
 
     Raises:
         SliceCorruptError: It can't be a header.
@@ -87,23 +95,3 @@ def unseal(sealed: bytes) -> tuple[SliceHeader, int]:
     if magic != MAGIC or len(texts) != owner_length + layout_length:
         raise SliceCorruptError("the header of a parked slice is none")
     return SliceHeader(owner, n_tokens, record_bytes, state_bytes, layout), checksum
-
-
-def checksum_of(encoded_header: bytes, body: Iterable[torch.Tensor]) -> int:
-    """XXH3, 64 bits, over header and body.
-
-    Finds damage, not forgery: the bytes never leave the process, or a directory of its own.
-
-    Args:
-        encoded_header: Without checksum.
-        body: Host bytes, each uint8 of shape [m]; read in place.
-    """
-    digest = xxhash.xxh3_64(encoded_header)
-    for part in body:
-        digest.update(part.numpy().data)
-    return int(digest.intdigest())
-
-
-def split_seal(sealed: bytes) -> bytes:
-    """The encoded header of a sealed one."""
-    return sealed[: -_CHECKSUM.size]

@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batond.offload.checks import Checker
 from batond.offload.entries import Entry, LoadTicket, ParkedSlice, SliceState, StoreStats, StoreTicket
 from batond.offload.errors import CopyFailedError, ForgottenError, OffloadStateError, SliceCorruptError
-from batond.offload.header import SliceHeader, checksum_of, seal, split_seal, unseal
+from batond.offload.header import describe, seal, unseal
+from batond.offload.poison import fill
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
+    from batond.offload.checks import Check
     from batond.offload.copies import Copier
     from batond.offload.entries import Ticket
     from batond.offload.pool import HostPool
 
 logger = logging.getLogger(__name__)
-
-POISON = 0xFF  # All ones are NaN in every float format, integer -1, and a token id nobody has.
 
 
 class ParkedStore:
@@ -51,6 +52,7 @@ class ParkedStore:
         self._copier = copier
         self._poison = poison
         self._verify = verify
+        self._checker = Checker()
         self._entries: dict[str, Entry] = {}
         self._retiring: list[Entry] = []
 
@@ -87,12 +89,12 @@ class ParkedStore:
         """
         if owner_id in self._entries:
             raise OffloadStateError(f"{owner_id} has a parked slice already", owner_id=owner_id)
-        header = _describe(owner_id, kv, layout_hash)
+        header = describe(owner_id, kv, layout_hash)
         self.collect()
         entry = Entry(header, self.pool.reserve(header.body_bytes))
         try:
             if self._poison:
-                _fill(entry.reservation.views())
+                fill(entry.reservation.views())
             transfer = self._copier.store(kv, entry.reservation)
         except Exception as error:
             self.pool.release(entry.reservation)
@@ -105,7 +107,7 @@ class ParkedStore:
         return ticket
 
     def finish_store(self, ticket: StoreTicket) -> ParkedSlice:
-        """Wait for the copy and publish it. From now on the source may be overwritten.
+        """Wait for copy and checksum and publish it. From now on the source may be overwritten.
 
         Raises:
             CopyFailedError: The copy did not happen; the source is the good copy, nothing is parked.
@@ -114,14 +116,14 @@ class ParkedStore:
         """
         entry = self._entry_of(ticket)
         self._wait(entry, ticket)
-        views = entry.reservation.views() if self._verify else []
-        sealed, checksum = seal(entry.header, views)
-        entry.sealed, entry.parked = bytearray(sealed), ParkedSlice(entry.header, checksum)
+        checksum = self._check(ticket).value()
+        entry.sealed = bytearray(seal(entry.header, checksum))
+        entry.parked = ParkedSlice(entry.header, checksum)
         entry.move(SliceState.PARKED)
         self.stats.stores += 1
         self.stats.bytes_out += entry.reservation.nbytes
         if self._poison:
-            _fill([ticket.kv.tokens, ticket.kv.state])
+            fill([ticket.kv.tokens, ticket.kv.state])
         return entry.parked
 
     def begin_load(
@@ -162,7 +164,7 @@ class ParkedStore:
             torch.empty(header.state_bytes, dtype=torch.uint8, device=device),
         )
         if self._poison:
-            _fill([kv.tokens, kv.state])
+            fill([kv.tokens, kv.state])
         try:
             source = entry.reservation
             transfer = self._copier.load(source if count == header.n_tokens else source.head(kv.nbytes), kv)
@@ -173,6 +175,7 @@ class ParkedStore:
         ticket = LoadTicket(owner_id, kv, entry, transfer)
         entry.ticket = ticket
         entry.transfers.append(transfer)
+        self._check(ticket)  # Beside the copy.
         return ticket
 
     def finish_load(self, ticket: LoadTicket, *, layout_hash: str | None = None) -> KVSlice:
@@ -190,17 +193,21 @@ class ParkedStore:
         """
         entry = self._entry_of(ticket)
         self._wait(entry, ticket)
-        wrong = self._damage(entry)
+        wrong = self._damage(ticket)
         if not wrong and layout_hash not in {None, entry.header.layout_hash}:
             wrong = f"layout {entry.header.layout_hash} instead of {layout_hash}"
         if wrong:
             if self._poison:
-                _fill([ticket.kv.tokens, ticket.kv.state])
+                fill([ticket.kv.tokens, ticket.kv.state])
             raise self._corrupt(entry, wrong)
         entry.move(SliceState.LOADED)
         self.stats.loads += 1
         self.stats.bytes_in += ticket.kv.nbytes
         return ticket.kv
+
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether its finish would not wait; begins the checksum once the copy is over. Call it each step."""
+        return ticket.forgotten or (ticket.done and self._check(ticket).done)
 
     def discard(self, owner_id: str) -> None:
         """Give the host copy back, after its embed or after it was found corrupt.
@@ -308,6 +315,7 @@ class ParkedStore:
             entry.transfers = []
             self._release(entry)
         self._retiring = []
+        self._checker.close()
 
     def _parked_entry(self, owner_id: str) -> Entry:
         entry = self._entries.get(owner_id)
@@ -347,18 +355,25 @@ class ParkedStore:
         entry.ticket = None
         entry.transfers.remove(transfer)
 
-    def _damage(self, entry: Entry) -> str:
+    def _damage(self, ticket: LoadTicket) -> str:
         """What is wrong with the host copy; empty if nothing is."""
-        sealed = bytes(entry.sealed)
+        entry = ticket.entry
         try:
-            header, checksum = unseal(sealed)
+            header, checksum = unseal(bytes(entry.sealed))
         except SliceCorruptError as error:
             return error.message
         if entry.parked is None or header != entry.parked.header:
             return f"header {header} doesn't belong to {entry.header.owner_id}"
-        if self._verify and checksum != checksum_of(split_seal(sealed), entry.reservation.views()):
+        if self._verify and checksum != self._check(ticket).value():
             return "checksum doesn't match"
         return ""
+
+    def _check(self, ticket: Ticket) -> Check:
+        """The checksum of what lies on the host; begun now, if it was not before."""
+        if ticket.check is None:
+            body = ticket.entry.reservation.views() if self._verify else []
+            ticket.check = self._checker.begin(ticket.entry.header.encode(), body)
+        return ticket.check
 
     def _corrupt(self, entry: Entry, wrong: str) -> SliceCorruptError:
         entry.move(SliceState.CORRUPT)
@@ -378,20 +393,5 @@ class ParkedStore:
 
     def _release(self, entry: Entry) -> None:
         if self._poison:
-            _fill(entry.reservation.views())
+            fill(entry.reservation.views())
         self.pool.release(entry.reservation)
-
-
-def _describe(owner_id: str, kv: KVSlice, layout_hash: str) -> SliceHeader:
-    for tensor, dimensions in ((kv.tokens, 2), (kv.state, 1)):
-        if tensor.dtype != torch.uint8 or tensor.ndim != dimensions or not tensor.is_contiguous():
-            raise ValueError(
-                f"a slice is contiguous uint8, not {tensor.dtype} of shape {tuple(tensor.shape)},"
-                f" strides {tensor.stride()}"
-            )
-    return SliceHeader(owner_id, kv.n_tokens, kv.tokens.shape[1], kv.state.numel(), layout_hash)
-
-
-def _fill(tensors: list[torch.Tensor]) -> None:
-    for tensor in tensors:
-        tensor.fill_(POISON)

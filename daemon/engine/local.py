@@ -203,6 +203,7 @@ class LocalEngine:
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._sampler = Sampler(self.model, self._tokenizer)
         self._roster = Roster(self.residency, PolicyGuard(self.planner, counters), inline=self._inline)
+        self.residency.on_lost = self._roster.note
         self._life = Lifecycle(
             self.residency,
             self._sampler,
@@ -483,7 +484,8 @@ class LocalEngine:
         for query in self.queries.values():
             if (query.state is QueryState.RUNNING) != (query.row is not None):
                 raise AssertionError(f"query {query.query_id} is {query.state} in row {query.row}")
-        astray = self.residency.store.pool.used_bytes - self.residency.sessions.nbytes
+        store = self.residency.store
+        astray = store.pool.used_bytes - store.retiring_bytes - self.residency.sessions.nbytes
         if not self.queries and astray:
             raise AssertionError(f"{astray} bytes parked for nobody")
 
@@ -496,7 +498,7 @@ class LocalEngine:
         """
         self.counters["steps"] += 1
         began_s = time.perf_counter()
-        self.residency.store.collect()
+        self.residency.settle()
         plan = self._plan()
         if self.on_plan is not None:
             self.on_plan(plan)

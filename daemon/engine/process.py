@@ -95,6 +95,7 @@ class EngineProcess:
             if self._engine.busy:
                 self._engine.step()
             else:
+                self._engine.residency.settle()
                 self._engine.residency.sessions.expire()
             self._report()
 

@@ -17,8 +17,8 @@ from batond.offload.errors import (
     OffloadStateError,
     SliceCorruptError,
 )
+from batond.offload.poison import POISON
 from batond.offload.slice import KVSlice
-from batond.offload.store import POISON
 
 if TYPE_CHECKING:
     from batond.offload.store import ParkedStore

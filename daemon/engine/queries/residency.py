@@ -5,18 +5,20 @@
        |                      └── partial prompt ────┴───── load, embed ──────┘   |
        └── next turn of a session: load, embed ────── kept when a turn ends ──────┘
 
-One good copy exists at every moment: a row is freed after its host copy is complete, and a host copy is
-discarded after the embed.
+One good copy exists at every moment: a row is freed once its slice is extracted, that slice on the device
+once its host copy is complete (`outgoing.py`), and a host copy is discarded after the embed.
 """
 
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from batond.daemon.engine.batch.prefill import Prefill, PromptBatch
+from batond.daemon.engine.queries.outgoing import Outgoing
 from batond.daemon.scheduler.plan import ParkMode
 from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
 
@@ -45,6 +47,7 @@ class Residency:
 
     Attributes:
         by_row: Owner of each row.
+        on_lost: Is told of a query whose copy failed after its row was given away: it must be computed again.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class Residency:
         self._chunkable = chunkable
         self._counters = counters
         self._ahead: LoadTicket | None = None
+        self._outgoing = Outgoing(store)
+        self.on_lost: Callable[[Query], None] = _nobody
         self.batch = batch
         self.store = store
         self.sessions = sessions
@@ -76,6 +81,12 @@ class Residency:
         """Bytes a park may take from the host pool: idle sessions make room."""
         return self.store.pool.free_bytes + self.sessions.nbytes
 
+    def settle(self) -> None:
+        """Take in what copies have come to. Cheap; call it once a step."""
+        self._outgoing.settle()
+        self.sessions.settle()
+        self.store.collect()
+
     def prefill_of(self, query: Query) -> Prefill:
         """The query's prompt computation: under way, parked half done, after its session's, or new."""
         if query.prefill is None:
@@ -83,7 +94,7 @@ class Residency:
             known = self._load_session(query) if parked is None else parked
             query.prefill = Prefill(self._new_prefill_batch(), known, divisible=self._chunkable)
             if parked is not None:
-                self._discard(query)
+                self._let_go(query)
         return query.prefill
 
     def load_ahead(self, query: Query | None) -> None:
@@ -98,6 +109,8 @@ class Residency:
         self._ahead = self._take_ahead(query)
         if query is None or self._ahead is not None or not query.on_host_tokens:
             return
+        if query.query_id in self._outgoing:
+            return  # It has not left the device yet.
         with contextlib.suppress(torch.OutOfMemoryError, CopyFailedError):
             self._ahead = self.store.begin_load(query.query_id, self.batch.device)
             self._counters["loads_ahead"] += 1
@@ -137,8 +150,7 @@ class Residency:
         if kv is not None:
             self.batch.embed(row, kv)
             query.replay_left = len(query.to_cache_token_ids) - kv.n_tokens
-        if query.on_host_tokens:
-            self._discard(query)
+        self._let_go(query)
         query.kv, query.row = None, row
         self.by_row[row] = query
         return row
@@ -169,6 +181,7 @@ class Residency:
         self.batch.check_integrity()
         self.store.check_integrity()
         self.sessions.check_integrity()
+        self._outgoing.check_integrity()
         if self._ahead is not None and not self.store.parked_bytes(self._ahead.owner_id):
             raise AssertionError(f"a copy of {self._ahead.owner_id} was begun, and nothing is parked")
         for row, owner in enumerate(self.by_row):
@@ -193,17 +206,28 @@ class Residency:
             query.last_row, query.row, query.replay_left = query.row, None, 0
 
     def _store(self, query: Query, kv: KVSlice) -> int | None:
-        """Copy a slice to the host pool; returns its bytes, or None if it doesn't fit or the copy failed."""
+        """Begin to copy a slice to the host pool; returns its bytes, or None if it doesn't fit, or fails."""
         self.sessions.make_room(kv.nbytes)
         try:
-            ticket = self.store.begin_store(query.query_id, kv, self.batch.layout.digest)
-            self.store.finish_store(ticket)
+            self._outgoing.start(
+                query.query_id, kv, self.batch.layout.digest, on_lost=partial(self._lost, query)
+            )
         except (HostPoolFullError, CopyFailedError):
             return None
         return kv.nbytes
 
+    def _lost(self, query: Query) -> None:
+        query.on_host_tokens = 0
+        self._counters["parks_lost"] += 1
+        self.on_lost(query)
+
     def _load(self, query: Query) -> KVSlice | None:
         """Bring the parked copy back; a damaged one is dropped and must be computed again."""
+        kv = self._outgoing.take_back(query.query_id)
+        if kv is not None:
+            query.on_host_tokens = 0
+            self._counters["resumes_from_device"] += 1
+            return kv
         ahead, digest = self._take_ahead(query), self.batch.layout.digest
         try:
             if ahead is not None:
@@ -238,12 +262,15 @@ class Residency:
         """Drop the host copy, whatever happens to it."""
         if self._ahead is not None and self._ahead.owner_id == query.query_id:
             self._ahead = None  # The store lets go of its copy.
+        self._outgoing.forget(query.query_id)
         self.store.forget(query.query_id)
         query.on_host_tokens = 0
 
-    def _discard(self, query: Query) -> None:
-        self.store.discard(query.query_id)
-        query.on_host_tokens = 0
+    def _let_go(self, query: Query) -> None:
+        """Its KV is on the device and good: the host copy, if there is one, has served."""
+        if query.on_host_tokens:
+            self.store.discard(query.query_id)
+            query.on_host_tokens = 0
 
     def _free_row(self, avoid: int | None) -> int:
         """An idle row; not the one the query had before, if there is a choice: nothing may depend on it."""
@@ -252,3 +279,7 @@ class Residency:
             raise RuntimeError("the plan gave out a row that is not free")
         others = [row for row in free if row != avoid]
         return (others or free)[0]
+
+
+def _nobody(_: Query) -> None:
+    """Nobody wants to know."""

@@ -14,11 +14,13 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from batond.daemon.engine.queries.outgoing import Outgoing
 from batond.daemon.errors import InvalidRequestError
 from batond.daemon.requests.params import MAX_CLIENT_ID_CHARS
 from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
@@ -121,6 +123,7 @@ class Sessions:
     ) -> None:
         self.most_bytes = most_bytes
         self._store, self._layout, self._device = store, layout, device
+        self._outgoing = Outgoing(store)
         self._counters, self._ttl_s, self._clock = counters, ttl_s, clock
         self._kept: dict[SessionKey, KeptSlice] = {}  # Least recently used first.
         self._numbers = itertools.count(1)
@@ -166,7 +169,10 @@ class Sessions:
         count = self.reusable_tokens(key, prompt)
         if not count:
             return None
-        kept = self._kept[key]
+        self._outgoing.finish(self._kept[key].owner_id)
+        kept = self._kept.get(key)
+        if kept is None:
+            return None  # Its copy has failed just now.
         try:
             ticket = self._store.begin_load(
                 kept.owner_id, self._device, layout_hash=self._layout.digest, first_tokens=count
@@ -190,9 +196,7 @@ class Sessions:
             self._changed.add(key)
 
     def keep(self, key: SessionKey, token_ids: Sequence[int], kv: KVSlice) -> bool:
-        """Copy a finished turn's slice to the host pool, in place of the session's older one.
-
-        The older one goes first only where both have no room: the source is good until this returns.
+        """Begin to copy a finished turn's slice to the host pool, in place of the session's older one.
 
         Args:
             key: The session.
@@ -200,7 +204,7 @@ class Sessions:
             kv: The slice; must not be used afterwards.
 
         Returns:
-            Whether it was kept. One that is too large leaves the older one as it is.
+            Whether it is kept. One that is too large leaves the older one as it is.
         """
         if len(token_ids) != kv.n_tokens:
             raise ValueError(f"{len(token_ids)} token ids for a slice of {kv.n_tokens}")
@@ -212,7 +216,9 @@ class Sessions:
             self._evict()
         owner_id = f"{OWNER_MARK}session {next(self._numbers)}"
         try:
-            self._store.finish_store(self._store.begin_store(owner_id, kv, self._layout.digest))
+            self._outgoing.start(
+                owner_id, kv, self._layout.digest, on_lost=partial(self._lost, key, owner_id)
+            )
         except (HostPoolFullError, CopyFailedError, MemoryError):
             return False
         self._drop(key)
@@ -221,6 +227,10 @@ class Sessions:
         self._nbytes += kv.nbytes
         self._counters["sessions_kept"] += 1
         return True
+
+    def settle(self) -> None:
+        """Take in what copies have come to. Call it once a step."""
+        self._outgoing.settle()
 
     def make_room(self, nbytes: int) -> None:
         """Evict until `nbytes` are free in the host pool; nobody, if that can't be reached."""
@@ -242,6 +252,7 @@ class Sessions:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where sessions, their bound and the store contradict each other."""
+        self._outgoing.check_integrity()
         held = {kept.owner_id: self._store.parked_bytes(kept.owner_id) for kept in self._kept.values()}
         stray = {owner for owner in self._store.owners if owner.startswith(OWNER_MARK)} - set(held)
         if stray:
@@ -255,6 +266,12 @@ class Sessions:
     def _fits(self, nbytes: int) -> bool:
         return nbytes <= min(self.most_bytes - self._nbytes, self._store.pool.free_bytes)
 
+    def _lost(self, key: SessionKey, owner_id: str) -> None:
+        """Its copy failed: what it replaced is gone, too."""
+        kept = self._kept.get(key)
+        if kept is not None and kept.owner_id == owner_id:
+            self._drop(key)
+
     def _evict(self) -> None:
         self._drop(next(iter(self._kept)))
         self._counters["sessions_evicted"] += 1
@@ -263,5 +280,6 @@ class Sessions:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._changed.add(key)
+            self._outgoing.forget(kept.owner_id)
             self._store.forget(kept.owner_id)
             self._nbytes -= kept.nbytes
