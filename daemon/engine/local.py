@@ -23,6 +23,7 @@ from batond.daemon.engine.model.causal import CausalModel, load_model
 from batond.daemon.engine.proof.serving import choose_batch
 from batond.daemon.engine.queries.admission import Admission
 from batond.daemon.engine.queries.lifecycle import Lifecycle
+from batond.daemon.engine.queries.outgoing import Outgoing
 from batond.daemon.engine.queries.query import Query
 from batond.daemon.engine.queries.residency import Residency
 from batond.daemon.engine.queries.roster import Roster
@@ -184,19 +185,22 @@ class LocalEngine:
         self.keeps_sessions = session_bytes > 0 and serving.extends_slices
         counters: Counter[str] = Counter()
         store = _new_store(self.model.device, host_pool_bytes, poison=poison)
+        outgoing = Outgoing(store)
         self.residency = Residency(
             serving.batch,
             serving.new_prefill_batch,
             store,
+            outgoing,
             Sessions(
                 store,
+                outgoing,
                 serving.batch.layout,
                 serving.batch.device,
                 counters,
                 most_bytes=session_bytes if self.keeps_sessions else 0,
                 ttl_s=session_ttl_s,
             ),
-            counters,
+            counters=counters,
             chunkable=serving.chunkable,
         )
         self.planner = Planner(_as_policy(policy), limits or PlannerLimits())

@@ -74,6 +74,11 @@ class Outgoing:
         except CopyFailedError:
             on_lost()
 
+    def finish_all(self) -> None:
+        """Wait until everything is on the host, and nothing of it on the device any more."""
+        for owner_id in list(self._tickets):
+            self.finish(owner_id)
+
     def take_back(self, owner_id: str) -> KVSlice | None:
         """Return the slice, still on the device, and park nothing; None if it is not under way."""
         ticket, _ = self._tickets.pop(owner_id, (None, None))

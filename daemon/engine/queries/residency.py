@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from batond.daemon.engine.batch.prefill import Prefill, PromptBatch
-from batond.daemon.engine.queries.outgoing import Outgoing
 from batond.daemon.scheduler.plan import ParkMode
 from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from batond.daemon.engine.batch.protocol import Batch
+    from batond.daemon.engine.queries.outgoing import Outgoing
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.engine.queries.sessions import Sessions
     from batond.offload.entries import LoadTicket
@@ -41,6 +41,7 @@ class Residency:
         batch: The decode batch.
         new_prefill_batch: Makes an empty batch of one row.
         store: Parked slices.
+        outgoing: What is on its way there.
         sessions: Slices of finished turns, which give way to parked ones.
         counters: Counts copies begun ahead, and those that were wanted.
         chunkable: Prompts may be computed in parts.
@@ -55,15 +56,16 @@ class Residency:
         batch: Batch,
         new_prefill_batch: Callable[[], PromptBatch],
         store: ParkedStore,
+        outgoing: Outgoing,
         sessions: Sessions,
-        counters: Counter[str],
         *,
+        counters: Counter[str],
         chunkable: bool = True,
     ) -> None:
         self._chunkable = chunkable
         self._counters = counters
         self._ahead: LoadTicket | None = None
-        self._outgoing = Outgoing(store)
+        self._outgoing = outgoing
         self.on_lost: Callable[[Query], None] = _nobody
         self.batch = batch
         self.store = store
@@ -84,7 +86,6 @@ class Residency:
     def settle(self) -> None:
         """Take in what copies have come to. Cheap; call it once a step."""
         self._outgoing.settle()
-        self.sessions.settle()
         self.store.collect()
 
     def prefill_of(self, query: Query) -> Prefill:
@@ -192,10 +193,17 @@ class Residency:
 
     def _device_copy(self, query: Query) -> KVSlice | None:
         if query.row is not None:
-            return self.batch.extract(query.row) if self.batch.lengths[query.row] else None
+            return self._extract(query.row) if self.batch.lengths[query.row] else None
         if query.prefill is not None:
             return query.prefill.slice() if query.prefill.done_tokens else None
         return query.kv
+
+    def _extract(self, row: int) -> KVSlice:
+        try:
+            return self.batch.extract(row)
+        except torch.OutOfMemoryError:
+            self._outgoing.finish_all()  # Slices under way take room on the device.
+            return self.batch.extract(row)
 
     def _leave_device(self, query: Query) -> None:
         query.kv = query.prefill = None

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from batond.daemon.engine.queries.outgoing import Outgoing
 from batond.daemon.errors import InvalidRequestError
 from batond.daemon.requests.params import MAX_CLIENT_ID_CHARS
 from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from batond.daemon.engine.model.layout import RecordLayout
+    from batond.daemon.engine.queries.outgoing import Outgoing
     from batond.offload.slice import KVSlice
     from batond.offload.store import ParkedStore
 
@@ -102,6 +102,7 @@ class Sessions:
 
     Args:
         store: Holds the bytes, beside those of parked queries.
+        outgoing: What is on its way there.
         layout: Of the slices.
         device: Where slices are loaded to.
         counters: Counts what is kept, evicted and reused.
@@ -113,6 +114,7 @@ class Sessions:
     def __init__(
         self,
         store: ParkedStore,
+        outgoing: Outgoing,
         layout: RecordLayout,
         device: torch.device,
         counters: Counter[str],
@@ -123,7 +125,7 @@ class Sessions:
     ) -> None:
         self.most_bytes = most_bytes
         self._store, self._layout, self._device = store, layout, device
-        self._outgoing = Outgoing(store)
+        self._outgoing = outgoing
         self._counters, self._ttl_s, self._clock = counters, ttl_s, clock
         self._kept: dict[SessionKey, KeptSlice] = {}  # Least recently used first.
         self._numbers = itertools.count(1)
@@ -228,10 +230,6 @@ class Sessions:
         self._counters["sessions_kept"] += 1
         return True
 
-    def settle(self) -> None:
-        """Take in what copies have come to. Call it once a step."""
-        self._outgoing.settle()
-
     def make_room(self, nbytes: int) -> None:
         """Evict until `nbytes` are free in the host pool; nobody, if that can't be reached."""
         if nbytes > self._store.pool.free_bytes + self._nbytes:
@@ -252,7 +250,6 @@ class Sessions:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where sessions, their bound and the store contradict each other."""
-        self._outgoing.check_integrity()
         held = {kept.owner_id: self._store.parked_bytes(kept.owner_id) for kept in self._kept.values()}
         stray = {owner for owner in self._store.owners if owner.startswith(OWNER_MARK)} - set(held)
         if stray:
@@ -277,9 +274,11 @@ class Sessions:
         self._counters["sessions_evicted"] += 1
 
     def _drop(self, key: SessionKey) -> None:
+        if key in self._kept:
+            # Bytes that a copy still writes would be no room for whoever wants them now.
+            self._outgoing.finish(self._kept[key].owner_id)
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._changed.add(key)
-            self._outgoing.forget(kept.owner_id)
             self._store.forget(kept.owner_id)
             self._nbytes -= kept.nbytes

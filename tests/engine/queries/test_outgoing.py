@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.queries.outgoing import MOST_UNDER_WAY
@@ -76,16 +77,19 @@ def engine_on(bus: SlowCopier, make_engine: Callable[..., Any], model: Any, **kw
     return engine
 
 
-def parked(engine: LocalEngine, urgent: SamplingParams = SHORT) -> tuple[Query, Query]:
+def parked(
+    engine: LocalEngine, urgent: SamplingParams = SHORT, *, checked: bool = True
+) -> tuple[Query, Query]:
     """One row: the patient query gives it to the urgent one."""
     patient = engine.submit(PROMPT, LONG, sla_class="batch")
     for _ in range(4):
         engine.step()
     pressing = engine.submit([8, 9], urgent, sla_class="interactive")
     while pressing.row is None:
-        assert engine.counters["steps"] < 20
+        assert engine.counters["steps"] < 30
         engine.step()
-        engine.check_integrity()
+        if checked:
+            engine.check_integrity()
     assert patient.state is QueryState.PARKED
     return patient, pressing
 
@@ -218,3 +222,46 @@ def test_a_session_whose_copy_fails_is_as_good_as_none(
     finish(engine)
     assert second.output_token_ids == solo(llama, turn, 3)
     assert second.cached_prompt_tokens == 0
+
+
+def test_a_park_gets_the_room_of_a_session_that_is_still_being_copied(
+    llama: Any, make_engine: Callable[..., Any], solo: Callable[..., list[int]], bus: SlowCopier
+) -> None:
+    """R9: idle sessions make room at once, also one whose bytes are still written: nothing is recomputed."""
+    engine = engine_on(bus, make_engine, llama, rows=1, session_bytes=1 << 20)
+    engine.submit([4, 4, *PROMPT], SHORT, session_id="chat")
+    finish(engine)
+    pool = engine.residency.store.pool
+    taken = pool.reserve(pool.free_bytes)  # The session has all that is left.
+    try:
+        patient, _ = parked(engine, checked=False)  # The pool has bytes that are nobody's.
+        assert engine.counters["sessions_evicted"] == 1
+        assert engine.counters["parks_dropped"] == 0
+        engine.run_until_idle()
+    finally:
+        pool.release(taken)
+    engine.check_integrity()
+    assert patient.recomputed_tokens == 0
+    assert patient.output_token_ids == solo(llama, PROMPT, 20)
+
+
+def test_slices_under_way_give_way_on_the_device(
+    llama: Any, make_engine: Callable[..., Any], bus: SlowCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M6: no room for another slice beside the batch: those that leave it leave first."""
+    engine = engine_on(bus, make_engine, llama, rows=1)
+    patient, _ = parked(engine, SamplingParams(max_tokens=8, ignore_eos=True))
+    batch, extract, refused = engine.residency.batch, engine.residency.batch.extract, []
+
+    def tight(row: int) -> KVSlice:
+        if not bus.transfers[0].over:
+            refused.append(row)
+            raise torch.OutOfMemoryError
+        return extract(row)
+
+    monkeypatch.setattr(batch, "extract", tight)
+    engine.park(next(query for query in engine.queries.values() if query.row is not None))
+    assert refused
+    assert bus.transfers[0].over
+    assert engine.residency.store.stats.stores == 1
+    assert engine.residency.store.parked_bytes(patient.query_id) > 0

@@ -19,6 +19,7 @@ from batond.bench.faults.counts import full_or
 from batond.daemon.engine import LocalEngine, SamplingParams
 from batond.daemon.engine.model.layout import RecordLayout, Slot
 from batond.daemon.engine.process import EngineProcess
+from batond.daemon.engine.queries.outgoing import Outgoing
 from batond.daemon.engine.queries.sessions import SessionKey, Sessions, reusable_tokens
 from batond.daemon.errors import ConfigError, InvalidRequestError
 from batond.daemon.requests.params import MAX_CLIENT_ID_CHARS
@@ -574,7 +575,14 @@ def make_sessions(clock: Clock) -> Iterator[Callable[..., Sessions]]:
         store = ParkedStore(HostPool(pool_bytes), copier or InlineCopier(), poison=True)
         layout = RecordLayout((_SLOT,), ())
         sessions = Sessions(
-            store, layout, torch.device("cpu"), Counter(), most_bytes=most_bytes, ttl_s=10.0, clock=clock
+            store,
+            Outgoing(store),
+            layout,
+            torch.device("cpu"),
+            Counter(),
+            most_bytes=most_bytes,
+            ttl_s=10.0,
+            clock=clock,
         )
         made.append((sessions, store))
         return sessions
@@ -697,7 +705,13 @@ def test_bounds_hold_and_what_is_loaded_is_what_was_kept(turns: list[tuple[int, 
     store = ParkedStore(HostPool(40 * 16, chunk_bytes=70), InlineCopier(), poison=True)
     counters: Counter[str] = Counter()
     sessions = Sessions(
-        store, RecordLayout((_SLOT,), ()), torch.device("cpu"), counters, most_bytes=25 * 16, ttl_s=1e9
+        store,
+        Outgoing(store),
+        RecordLayout((_SLOT,), ()),
+        torch.device("cpu"),
+        counters,
+        most_bytes=25 * 16,
+        ttl_s=1e9,
     )
     newest: dict[SessionKey, tuple[list[int], torch.Tensor]] = {}
     for number, (name, length, same, room) in enumerate(turns):
