@@ -135,7 +135,7 @@ def run(console: Console) -> Outcome:
             if not console.is_terminal:  # There a status line says nothing.
                 console.print("starting Redis, loading the model ...")
             with console.status("starting Redis, loading the model"):
-                info = daemon.wait_ready()
+                info = daemon.wait_ready(console.print)
             console.print(
                 f"daemon ready: {info.model} on {info.device}, {info.rows} rows, batch {info.batch_kind}"
             )

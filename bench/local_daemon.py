@@ -16,13 +16,15 @@ from batond.clients import AsyncClient, Client
 from batond.clients.errors import BatondClientError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from batond.clients import ServerInfo
 
 OPERATOR = "operator"
-START_TIMEOUT_S = 170.0
+#: Without a word in its log; a daemon that loads says so every few seconds, however slow the machine is.
+START_SILENCE_S = 170.0
+TELL_EVERY_S = 15.0
 STOP_TIMEOUT_S = 60.0
 _LOG_TAIL_LINES = 15
 
@@ -76,14 +78,18 @@ class LocalDaemon:
         """A client that may use the admin service."""
         return self.client(OPERATOR)
 
-    def wait_ready(self) -> ServerInfo:
+    def wait_ready(self, tell: Callable[[str], None] | None = None) -> ServerInfo:
         """Wait until the daemon takes jobs.
 
+        Args:
+            tell: Hears now and then that it is still starting.
+
         Raises:
-            SystemExit: It ended, or took too long; its last words are shown.
+            SystemExit: It ended, or said nothing for too long; its last words are shown.
         """
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline_s and self.process.poll() is None:
+        began_s = heard_s = told_s = time.monotonic()
+        written = 0
+        while time.monotonic() - heard_s < START_SILENCE_S and self.process.poll() is None:
             if self.socket.exists():
                 try:
                     with self.client(OPERATOR, timeout_s=2.0) as client:
@@ -91,6 +97,12 @@ class LocalDaemon:
                 except BatondClientError:
                     pass
             time.sleep(0.1)
+            now_s, size = time.monotonic(), self.log.stat().st_size
+            if size != written:
+                heard_s, written = now_s, size
+            if tell is not None and now_s - told_s > TELL_EVERY_S:
+                told_s = now_s
+                tell(f"still starting, {now_s - began_s:.0f} s")
         tail = self.log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
         raise SystemExit("\n".join(["the daemon did not become ready; the end of its log:", *tail]))
 
