@@ -128,7 +128,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async def handle(tenant: Tenant) -> admin_pb2.ParkJobResponse:
             return admin_pb2.ParkJobResponse(job=await self._steer(tenant, request, self._dispatcher.park))
 
-        return await self._calls.act("ParkJob", context, handle, target=_job_named(request))
+        return await self._calls.act("ParkJob", context, handle, target=_job_of(request))
 
     async def ResumeJob(
         self, request: admin_pb2.ResumeJobRequest, context: Any
@@ -140,7 +140,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 job=await self._steer(tenant, request, self._dispatcher.resume)
             )
 
-        return await self._calls.act("ResumeJob", context, handle, target=_job_named(request))
+        return await self._calls.act("ResumeJob", context, handle, target=_job_of(request))
 
     async def _steer(
         self,
@@ -355,8 +355,14 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         return info
 
 
-def _job_named(request: admin_pb2.ParkJobRequest | admin_pb2.ResumeJobRequest) -> str:
-    return f"{request.tenant}/{request.job_id}"
+def _job_of(request: admin_pb2.ParkJobRequest | admin_pb2.ResumeJobRequest) -> Callable[[str], str]:
+    """Names a job as `<tenant>/<job id>`: its tenant is the caller's if none is given."""
+
+    def named(caller: str) -> str:
+        tenant = request.tenant or caller
+        return f"{tenant}/{request.job_id}" if tenant else request.job_id
+
+    return named
 
 
 def _seconds(asked: Duration, field: str) -> float:

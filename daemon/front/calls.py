@@ -84,7 +84,7 @@ class Calls:
         context: Any,
         handle: Callable[[Tenant], Awaitable[_Answer]],
         *,
-        target: str = "",
+        target: str | Callable[[str], str] = "",
         reads: bool = False,
     ) -> _Answer:
         """As `answer`, for administrators alone. The audit log says what came of it.
@@ -93,12 +93,19 @@ class Calls:
             method: Name of the call.
             context: The call's.
             handle: Does it.
-            target: Whom or what it is done to.
+            target: Whom or what it is done to; may depend on the caller's tenant, "" if it is not known.
             reads: It changes nothing: only refusals are of interest.
         """
 
         async def audited() -> _Answer:
             actor = ""
+
+            def record(outcome: str, reason: str = "") -> None:
+                named = target if isinstance(target, str) else target(actor)
+                audit.record(
+                    method, actor=actor, target=named, outcome=outcome, reason=reason, peer=context.peer()
+                )
+
             try:
                 tenant = self._who(method, context)
                 actor = tenant.name
@@ -107,28 +114,16 @@ class Calls:
             except (asyncio.CancelledError, grpc.aio.InternalError):
                 # The caller hung up in the middle; what was asked for may have been done.
                 if not reads:
-                    audit.record(
-                        method,
-                        actor=actor,
-                        target=target,
-                        outcome="failed",
-                        reason="CANCELLED",
-                        peer=context.peer(),
-                    )
+                    record("failed", "CANCELLED")
                 raise
             except Exception as error:
-                known = isinstance(error, BatondError)
-                audit.record(
-                    method,
-                    actor=actor,
-                    target=target,
-                    outcome="refused" if known else "failed",
-                    reason=error.reason if isinstance(error, BatondError) else type(error).__name__,
-                    peer=context.peer(),
-                )
+                if isinstance(error, BatondError):
+                    record("refused", error.reason)
+                else:
+                    record("failed", type(error).__name__)
                 raise
             if not reads:
-                audit.record(method, actor=actor, target=target, outcome="done", peer=context.peer())
+                record("done")
             return answer
 
         return await self._guarded(method, context, audited)
