@@ -15,7 +15,7 @@ from batond.daemon.front.engine_link import ENGINE_COMMAND, EngineLink
 from batond.daemon.front.engine_listener import EXTEND_START_S, EngineListener
 from batond.daemon.front.life import Life
 from batond.daemon.front.redis_access import Clients, redis_server
-from batond.daemon.front.signals import on_signals
+from batond.daemon.front.signals import on_signals, tell_stop
 from batond.daemon.front.tasks import first_of
 from batond.daemon.front.text import load_tokenizer
 from batond.daemon.front.tls import read_tls
@@ -67,6 +67,8 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
     check_addresses([*settings.server.listen, *([metrics_listen] if metrics_listen else [])])
     notifier = Notifier()
     async with contextlib.AsyncExitStack() as stack:
+        loading = asyncio.create_task(tell_stop(stop), name="tell_stop")
+        stack.callback(loading.cancel)
         # The engine comes first: it takes longest, and no process is started once gRPC has threads.
         listener = EngineListener(notifier)
         link = EngineLink(
@@ -85,6 +87,7 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
         patient_until_s = time.monotonic() + (settings.queue.lease_s if embedded is None else 0.0)
         tokenizer = await asyncio.to_thread(parts.load_tokenizer, resolve_model_path(settings.model.path))
         ready = await _unless(stop, engine, listener.first_ready)
+        loading.cancel()  # From now on it is the drain that is told.
         if ready is not None:
             clients = Clients(target, Keys(ready.model).base, stack, budget_s=settings.queue.lease_s / 4)
             front = Assembly(

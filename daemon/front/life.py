@@ -19,6 +19,7 @@ from batond.daemon.telemetry.logging import get_logger
 if TYPE_CHECKING:
     from batond.daemon.config import Settings
     from batond.daemon.front.assembly import Assembly
+    from batond.daemon.front.signals import Stop
     from batond.daemon.telemetry.systemd import Notifier
 
 WATCHDOG_EVERY_S: Final = 0.5
@@ -39,7 +40,7 @@ class Life:
     def __init__(self, settings: Settings, parts: Assembly, notifier: Notifier) -> None:
         self._settings, self._parts, self._notifier = settings, parts, notifier
 
-    async def run(self, stop: asyncio.Event, reload: asyncio.Event, engine: asyncio.Task[None]) -> None:
+    async def run(self, stop: Stop, reload: asyncio.Event, engine: asyncio.Task[None]) -> None:
         """Serve until told to stop, then drain."""
         parts, notifier = self._parts, self._notifier
         await parts.book.load()  # Before anybody can call.
@@ -64,10 +65,11 @@ class Life:
             await first_of(stop.wait(), parts.state.stop_requested.wait(), engine, *work)
             work.pop().cancel()  # No READY=1 after STOPPING=1.
             notifier.stopping("draining")
+            timeout_s = self._drain_timeout_s
+            jobs = parts.dispatcher.running_jobs
+            _log.info("draining", why=stop.why or "Drain was called", jobs=jobs, timeout_s=timeout_s)
             parts.neighbours.changed()
-            asked_s = parts.state.drain_timeout_s
-            configured_s = parts.reloader.settings.service.drain_timeout_s
-            await parts.dispatcher.drain(configured_s if asked_s is None else asked_s)
+            await parts.dispatcher.drain(timeout_s)
         finally:
             await serving.stop(CLOSE_STREAMS_S)
             await stack.aclose()
@@ -76,6 +78,12 @@ class Life:
             await parts.neighbours.leave()
             await asyncio.to_thread(parts.keeper.stop)
             parts.metrics.close()
+
+    @property
+    def _drain_timeout_s(self) -> float:
+        """Asked for with the drain, or else as configured now."""
+        asked_s = self._parts.state.drain_timeout_s
+        return self._parts.reloader.settings.service.drain_timeout_s if asked_s is None else asked_s
 
     def _work(self, health_servicer: health.aio.HealthServicer) -> list[asyncio.Task[None]]:
         """Start what runs beside the server."""

@@ -99,6 +99,8 @@ def test_a_reload_loses_no_token(
         long = red.submit(token_ids=[4, 5, 6], max_tokens=4000, ignore_eos=True)
         after_tokens(red.watch(long.job_id), 10)
     assert daemon.stop() == 0
+    (told,) = logged(daemon, "draining")
+    assert (told["why"], told["jobs"], told["timeout_s"]) == ("SIGTERM", 1, 0.0)
     assert logged(daemon, "drain_timeout")[0]["handed_back"] == 1
     (taken,) = logged(daemon, "reloaded")
     assert taken["changed"] == ["log.level", "service.drain_timeout_s", "tenants"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -53,6 +54,27 @@ def test_ready_is_said_after_the_self_test(start_daemon: Callable[..., LocalDaem
             said += notify.recv(4096).decode().split("\n")
         assert daemon.process.wait(timeout=30) == 0
     assert any(word.startswith("EXTEND_TIMEOUT_USEC=") for word in said[: said.index("READY=1")])
+
+
+def test_a_stop_during_the_load_is_told(start_daemon: Callable[..., LocalDaemon]) -> None:
+    """V2: the log says at once that SIGTERM was heard, not only when all has ended."""
+    with (
+        tempfile.TemporaryDirectory(prefix="bd-") as name,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify,
+    ):
+        path = str(Path(name) / "notify")
+        notify.bind(path)
+        notify.settimeout(120)
+        daemon = start_daemon(environment={"NOTIFY_SOCKET": path})
+        while "EXTEND_TIMEOUT_USEC=" not in notify.recv(4096).decode():
+            pass
+        os.kill(daemon.process.pid, signal.SIGTERM)
+        assert daemon.process.wait(timeout=60) == 0
+    lines = [json.loads(line) for line in daemon.log.read_text().splitlines() if line.startswith("{")]
+    (told,) = [line for line in lines if line["event"] == "stopping"]
+    assert (told["why"], told["during"]) == ("SIGTERM", "load")
+    assert lines.index(told) < len(lines) - 1
+    assert lines[-1]["event"] == "stopped"
 
 
 def test_drain_hands_long_jobs_back_with_their_tokens(

@@ -1,12 +1,18 @@
-"""SIGHUP means a reload, unless it means that the terminal is gone."""
+"""SIGHUP means a reload, unless it means that the terminal is gone; what stops the daemon is told."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import signal
 import subprocess
 import sys
+
+import pytest
+import structlog
+
+from batond.daemon.front.signals import Stop, tell_stop
 
 PROGRAM = """
 import asyncio, os, sys
@@ -19,7 +25,7 @@ async def main():
     print("listening", file=sys.stderr, flush=True)
     waits = [asyncio.ensure_future(event.wait()) for event in (stop, reload)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    print("stop" if stop.is_set() else "reload", file=sys.stderr, flush=True)
+    print(f"stop: {stop.why}" if stop.is_set() else "reload", file=sys.stderr, flush=True)
 
 asyncio.run(main())
 """
@@ -58,7 +64,28 @@ def test_from_a_closed_terminal_it_means_a_drain() -> None:
     process = start(os.ttyname(slave))
     os.close(slave)
     os.close(master)  # The kernel sends SIGHUP to the session's leader.
-    assert process.communicate(timeout=30)[1] == "stop\n"
+    assert process.communicate(timeout=30)[1] == "stop: the terminal was closed\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_stops_the_daemon_is_kept_for_the_log(number: signal.Signals) -> None:
+    process = start()
+    process.send_signal(number)
+    assert process.communicate(timeout=30)[1] == f"stop: {number.name}\n"
+
+
+async def test_a_stop_is_told_at_once_even_while_the_model_is_loaded() -> None:
+    """Nothing else shows that the signal was heard: loading may go on for minutes."""
+    stop = Stop()
+    with structlog.testing.capture_logs() as lines:
+        telling = asyncio.create_task(tell_stop(stop))
+        await asyncio.sleep(0)
+        assert lines == []
+        stop.ask("SIGTERM")
+        await telling
+    assert lines == [
+        {"event": "stopping", "why": "SIGTERM", "during": "load", "log_level": "info"},
+    ]
 
 
 def test_before_anybody_listens_it_is_kept() -> None:
