@@ -50,7 +50,11 @@ async def primary_of(place: Sentinels | Cluster, queue: Queue) -> RedisServer:
 
 @contextlib.contextmanager
 def forgetful(place: Sentinels | Cluster, primary: RedisServer) -> Iterator[None]:
-    """Nothing that is written meanwhile reaches a replica; then the primary is killed and one takes over."""
+    """Nothing that is written meanwhile reaches a replica; then the primary is killed and one takes over.
+
+    What was written before is with all of them.
+    """
+    await_true("the replicas have all there is", lambda: _caught_up(primary, len(place.replicas_of(primary))))
     with contextlib.ExitStack() as stack:
         for replica in place.replicas_of(primary):
             stack.enter_context(replica.frozen())
@@ -59,6 +63,13 @@ def forgetful(place: Sentinels | Cluster, primary: RedisServer) -> Iterator[None
         primary.kill()
     if isinstance(place, Sentinels):
         place.await_promotion(primary)
+
+
+def _caught_up(primary: RedisServer, replicas: int) -> bool:
+    with primary.client() as client:
+        info: Any = client.info("replication")
+    known = [info[f"slave{place}"]["offset"] for place in range(info["connected_slaves"])]
+    return len(known) >= replicas and min(known, default=0) >= info["master_repl_offset"]
 
 
 async def insist(attempt: Callable[[], Awaitable[Any]]) -> Any:
