@@ -221,9 +221,10 @@ class Sentinels:
             sentinel.start()
         primary = self.primary
         for server in self.servers:
-            if server is not primary and not server.runs:
+            if server is not primary:
                 server.start()
-                # The Sentinels would do it, but look at most every ten seconds.
+                # The Sentinels would do it, but look at most every ten seconds. One that ran may follow
+                # the old primary, which follows the new one now: a failover would make it begin anew.
                 server.ask("REPLICAOF", HOST, str(primary.port))
         self._await_replicas()
         for sentinel in self.sentinels:
@@ -237,9 +238,9 @@ class Sentinels:
     def _await_replicas(self) -> None:
         def in_sync() -> bool:
             roles = [server.info("replication") for server in self.servers]
-            return sorted(
-                "primary" if one["role"] == "master" else one["master_link_status"] for one in roles
-            ) == ["primary", *["up"] * (len(self.servers) - 1)]
+            primary: dict[str, Any] = next((one for one in roles if one["role"] == "master"), {})
+            links = [one["master_link_status"] for one in roles if one["role"] != "master"]
+            return links == ["up"] * (len(self.servers) - 1) and primary.get("connected_slaves") == len(links)
 
         await_true("replicas are in sync", in_sync)
 
