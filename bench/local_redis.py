@@ -243,6 +243,14 @@ class Sentinels:
             return links == ["up"] * (len(self.servers) - 1) and primary.get("connected_slaves") == len(links)
 
         await_true("replicas are in sync", in_sync)
+        # A replica counts for WAIT only after its first acknowledgement, up to a second after its link is up.
+        await_true("replicas acknowledge a write", self._acknowledged)
+
+    def _acknowledged(self) -> bool:
+        primary = next(server for server in self.servers if server.info("replication")["role"] == "master")
+        with primary.client() as client:  # WAIT speaks of what its own connection wrote.
+            client.set("acknowledged", 1, px=1)
+            return bool(cast("Any", client).wait(len(self.servers) - 1, 1000) == len(self.servers) - 1)
 
     def _sees_replicas(self, sentinel: RedisServer) -> bool:
         """Whether a Sentinel takes all but the primary for replicas that are up."""
