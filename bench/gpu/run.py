@@ -32,9 +32,9 @@ from batond.bench.gpu.sizes import (
     sizes_of,
 )
 from batond.bench.gpu.urgent import URGENT_TOKENS, EngineBench, Urgent
-from batond.daemon.engine.batch.arena import ARENA_FRACTION
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.ring import RingBatch
+from batond.daemon.engine.batch.ring_size import RING_FRACTION
 from batond.daemon.engine.local import LocalEngine
 from batond.daemon.engine.model.causal import CausalModel
 from batond.daemon.errors import ConfigError
@@ -248,7 +248,7 @@ class _Shape:
 
     def _engine_rows(self) -> int:
         """Rows of the engine: as many as asked for, up to `ENGINE_ROWS`, whose ring it would take."""
-        room_bytes = machine.free_bytes(self._device) * ARENA_FRACTION
+        room_bytes = machine.free_bytes(self._device) * RING_FRACTION
         columns = parking.PARKED_TOKENS + _ENGINE_SPARE_COLUMNS
         limit = ENGINE_ROWS
         rows = most_rows(

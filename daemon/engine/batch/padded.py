@@ -19,6 +19,7 @@ import torch
 
 from batond.daemon.engine.model.columns import put, release
 from batond.daemon.errors import UnsupportedModelError
+from batond.daemon.memory.use import NO_KEYS_AND_VALUES, ArenaUse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,6 +62,24 @@ class PaddedBatch:
     def lengths(self) -> Sequence[int]:
         """Cached tokens per row."""
         return self._lengths
+
+    @property
+    def memory(self) -> ArenaUse:
+        """What its tensors take, room for columns to come included.
+
+        Not elastic: a parked row leaves its padding behind, and tensors shrink when they are next copied.
+        """
+        if self._cache is None:
+            return NO_KEYS_AND_VALUES
+        tensors = (slot.tensor(self._cache) for slot in self.layout.token_slots)
+        sizes = {raw.data_ptr(): raw.nbytes() for raw in (one.untyped_storage() for one in tensors)}
+        nbytes = sum(sizes.values())
+        return ArenaUse(nbytes, 0, nbytes, elastic=False)
+
+    @staticmethod
+    def trim(keep_bytes: int = 0) -> int:  # noqa: ARG004 - the protocol's
+        """Nothing is pooled here."""
+        return 0
 
     def embed(self, row: int, kv: KVSlice) -> None:
         """Write a slice into an idle row so that it ends at the newest column.

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from batond.daemon.engine.model.layout import RecordLayout
+    from batond.daemon.memory.use import ArenaUse
     from batond.offload.slice import KVSlice
 
 
@@ -40,8 +41,26 @@ class Batch(Protocol):
     def lengths(self) -> Sequence[int]:
         """Cached tokens per row; 0 is idle."""
 
+    @property
+    def memory(self) -> ArenaUse:
+        """What the rows' keys and values take; cheap enough to be asked every step."""
+
+    def trim(self, keep_bytes: int = 0) -> int:
+        """Give pooled memory back to the system.
+
+        Args:
+            keep_bytes: Of the pool, for the next rows.
+
+        Returns:
+            Bytes given back.
+        """
+
     def embed(self, row: int, kv: KVSlice) -> None:
-        """Write a prefilled slice into an idle row, end-aligned with the newest column (vector embedding)."""
+        """Write a prefilled slice into an idle row, end-aligned with the newest column (vector embedding).
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for it; the row stays idle.
+        """
 
     def extract(self, row: int) -> KVSlice:
         """Copy an occupied row out; the row stays as it is."""
@@ -58,6 +77,9 @@ class Batch(Protocol):
         Returns:
             float32 logits, shape [rows, vocabulary]; rows not in `tokens` hold nothing of value, and those
             behind the last of them may be missing. The next step may overwrite them.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for it; lengths are as before.
         """
 
     def check_integrity(self) -> None:

@@ -25,6 +25,7 @@ from batond.daemon.engine.batch.card_steps import NO_CARD, RING_RECIPE, CardStep
 from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, active_window, ignored_arguments
 from batond.daemon.engine.batch.ring_cache import ring_cache
 from batond.daemon.engine.batch.ring_window import RingWindow, ranges_up_to
+from batond.daemon.memory.use import ArenaUse
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
@@ -124,6 +125,17 @@ class RingBatch:
     def lengths(self) -> Sequence[int]:
         """Cached tokens per row."""
         return self._lengths
+
+    @property
+    def memory(self) -> ArenaUse:
+        """What its storage takes."""
+        nbytes = self._storage.nbytes
+        return ArenaUse(nbytes, 0, nbytes, elastic=False)
+
+    @staticmethod
+    def trim(keep_bytes: int = 0) -> int:  # noqa: ARG004 - the protocol's
+        """Nothing is pooled here."""
+        return 0
 
     def embed(self, row: int, kv: KVSlice) -> None:
         """Write a slice into an idle row so that it ends at the cursor: one or two plain copies."""

@@ -12,6 +12,7 @@ import torch
 from batond.daemon.engine.model.layout import RecordLayout, Slot
 from batond.daemon.engine.model.tensors import NO_INDEX, WHOLE_CACHE
 from batond.daemon.errors import UnsupportedModelError
+from batond.daemon.memory.use import NO_KEYS_AND_VALUES
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class UncachedBatch:
 
     kind = "uncached"
     likeliest = None
+    memory = NO_KEYS_AND_VALUES
 
     def __init__(self, model: CausalModel, rows: int, *, shared: bool) -> None:
         self.rows = rows
@@ -56,6 +58,11 @@ class UncachedBatch:
     def lengths(self) -> Sequence[int]:
         """Tokens per row."""
         return [len(tokens) for tokens in self._tokens]
+
+    @staticmethod
+    def trim(keep_bytes: int = 0) -> int:  # noqa: ARG004 - the protocol's
+        """Nothing is pooled here."""
+        return 0
 
     def embed(self, row: int, kv: KVSlice) -> None:
         """Take a slice's token ids into an idle row."""

@@ -7,8 +7,8 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from batond.daemon.engine.batch.arena import plan_arena
 from batond.daemon.engine.batch.card_steps import WHOLE_CARD, CardUse
+from batond.daemon.engine.batch.ring_size import plan_ring
 from batond.daemon.engine.batch.uncached import UncachedBatch
 from batond.daemon.engine.model.recipe import Recipe
 from batond.daemon.engine.proof.extension import extends_exactly
@@ -184,12 +184,12 @@ def _ring(
     """Decode on a ring, where that is exact."""
     proof = prove_ring(trial, layout, padded)
     if proof is not None:
-        arena = plan_arena(trial.model, layout, rows, max_query_tokens)
-        way = ring_way(trial, layout, arena.columns, padded, proof.card)
-        reason = f"ring: {_BESIDE} {proof.error:.1e} of generate's{arena.remark}{proof.remark}"
+        size = plan_ring(trial.model, layout, rows, max_query_tokens)
+        way = ring_way(trial, layout, size.columns, padded, proof.card)
+        reason = f"ring: {_BESIDE} {proof.error:.1e} of generate's{size.remark}{proof.remark}"
         if proof.remark:
             _log.warning("a slower way to decode was chosen%s", proof.remark)
-        serving = _cached(trial, layout, way, rows, reason, capacity=arena.columns)
+        serving = _cached(trial, layout, way, rows, reason, capacity=size.columns)
         yield replace(serving, reason=serving.reason + getattr(serving.batch, "remark", ""))
 
 

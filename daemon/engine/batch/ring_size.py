@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from batond.daemon.engine.model.layout import RecordLayout
 
 #: Part of the memory free at start that a ring may take; prompts, activations and host pool need the rest.
-ARENA_FRACTION = 0.5
+RING_FRACTION = 0.5
 FEWEST_COLUMNS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class RingSize:
     """Size of a ring.
 
     Attributes:
@@ -33,7 +33,7 @@ class Arena:
     remark: str = ""
 
 
-def plan_arena(model: CausalModel, layout: RecordLayout, rows: int, max_query_tokens: int | None) -> Arena:
+def plan_ring(model: CausalModel, layout: RecordLayout, rows: int, max_query_tokens: int | None) -> RingSize:
     """Size a ring.
 
     Args:
@@ -51,7 +51,7 @@ def plan_arena(model: CausalModel, layout: RecordLayout, rows: int, max_query_to
     fitting = room_bytes // column_bytes
     wanted = min(max_query_tokens or context, context)
     if wanted <= fitting:
-        return Arena(wanted)
+        return RingSize(wanted)
     if max_query_tokens is not None or fitting < FEWEST_COLUMNS:
         raise ConfigError(
             f"a ring of {rows} rows for queries of {wanted} tokens needs {wanted * column_bytes} bytes;"
@@ -60,12 +60,12 @@ def plan_arena(model: CausalModel, layout: RecordLayout, rows: int, max_query_to
             max_query_tokens=wanted,
             largest=fitting,
         )
-    return Arena(fitting, f"; queries end at {fitting} of {context} tokens: memory holds no more columns")
+    return RingSize(fitting, f"; queries end at {fitting} of {context} tokens: memory holds no more columns")
 
 
 def _room_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         gc.collect()  # What the probes leave behind counts as taken otherwise.
         torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info(device)[0] * ARENA_FRACTION)
-    return read_limits().tightest(pin=False, fraction=ARENA_FRACTION)[0]
+        return int(torch.cuda.mem_get_info(device)[0] * RING_FRACTION)
+    return read_limits().tightest(pin=False, fraction=RING_FRACTION)[0]
