@@ -10,12 +10,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from batond.clients.model import QueryState
+from batond.clients.model import GovernorState, QueryState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from batond.clients.model import BatchSnapshot, QuerySnapshot, RowSnapshot
+    from batond.clients.model import BatchSnapshot, MemorySnapshot, QuerySnapshot, RowSnapshot
 
 #: Colours of the default classes; an operator's own classes have none.
 CLASS_STYLES: Final = {"interactive": "bold green", "standard": "cyan", "batch": "yellow"}
@@ -24,6 +24,11 @@ STATE_STYLES: Final = {
     QueryState.PREFILLING: "blue",
     QueryState.READY: "green",
     QueryState.PARKED: "magenta",
+}
+GOVERNOR_STYLES: Final = {
+    GovernorState.SHRINKING: "yellow",
+    GovernorState.CRITICAL: "bold red",
+    GovernorState.LOST: "red",
 }
 BAR_WIDTH: Final = 16
 MIB: Final = 1 << 20
@@ -108,6 +113,8 @@ def _name(owner: RowSnapshot | QuerySnapshot) -> str:
 def _footer(snapshot: BatchSnapshot) -> RenderableType:
     pool = f"host pool {_mebibytes(snapshot.host_pool_used_bytes)} of {_mebibytes(snapshot.host_pool_bytes)}"
     parts = [Text(pool, "magenta" if snapshot.host_pool_used_bytes else "dim")]
+    if snapshot.memory is not None:
+        parts += _memory(snapshot.memory)
     parts.append(Text(f"queued jobs {snapshot.queued_jobs}", "dim"))
     parts.extend(
         Text(f"{name.replace('_', ' ')} {snapshot.counters[name]:g}", "dim")
@@ -115,6 +122,24 @@ def _footer(snapshot: BatchSnapshot) -> RenderableType:
         if name in snapshot.counters
     )
     return Columns(parts, padding=(0, 3))
+
+
+def _memory(memory: MemorySnapshot) -> list[Text]:
+    """Where KV lies besides the host pool, and what the governor makes of the memory that is left."""
+    kv = f"KV {_mebibytes(memory.committed_bytes)}"
+    if memory.kv_budget_bytes is not None:
+        kv += f" of {_mebibytes(memory.kv_budget_bytes)}"
+    parts = [Text(kv, "dim")]
+    if memory.pooled_bytes:
+        parts.append(Text(f"pooled {_mebibytes(memory.pooled_bytes)}", "dim"))
+    if memory.spilled_bytes:
+        parts.append(Text(f"on disk {_mebibytes(memory.spilled_bytes)}", "magenta"))
+    if memory.governor not in {GovernorState.OFF, GovernorState.UNKNOWN}:
+        free = f"free {_mebibytes(memory.free_bytes)} of {_mebibytes(memory.total_bytes)}"
+        parts.append(Text(free, "dim"))
+        words = f"rows at most {memory.row_limit}, {memory.governor}: {memory.reason}"
+        parts.append(Text(words, GOVERNOR_STYLES.get(memory.governor, "dim")))
+    return parts
 
 
 def _tokens(output_tokens: int, max_tokens: int) -> Text:

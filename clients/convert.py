@@ -157,6 +157,24 @@ def snapshot(message: admin_pb2.BatchSnapshot) -> model.BatchSnapshot:
         host_pool_bytes=message.host_pool_bytes,
         queued_jobs=message.queued_jobs,
         counters=dict(message.counters),
+        memory=_memory(message.memory) if message.HasField("memory") else None,
+    )
+
+
+def _memory(message: admin_pb2.MemorySnapshot) -> model.MemorySnapshot:
+    return model.MemorySnapshot(
+        committed_bytes=message.committed_bytes,
+        pooled_bytes=message.pooled_bytes,
+        reserved_bytes=message.reserved_bytes,
+        parked_bytes=message.parked_bytes,
+        spilled_bytes=message.spilled_bytes,
+        kv_budget_bytes=message.kv_budget_bytes if message.HasField("kv_budget_bytes") else None,
+        row_limit=message.row_limit,
+        governor=_enum(model.GovernorState, admin_pb2.GovernorState.items(), message.governor),
+        reason=message.reason,
+        total_bytes=message.total_bytes,
+        free_bytes=message.free_bytes,
+        own_bytes=message.own_bytes,
     )
 
 

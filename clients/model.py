@@ -355,6 +355,51 @@ class QuerySnapshot:
     choice: int = 0
 
 
+class GovernorState(enum.StrEnum):
+    """What the daemon's memory governor does."""
+
+    UNKNOWN = "unknown"
+    OFF = "off"
+    STEADY = "steady"
+    SHRINKING = "shrinking"
+    CRITICAL = "critical"
+    GROWING = "growing"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySnapshot:
+    """Where KV lies, and what the batch may hold.
+
+    Attributes:
+        committed_bytes: Of KV in pages of rows.
+        pooled_bytes: Of pages that no row owns, kept for the next one.
+        reserved_bytes: Of addresses: what the batch could ever hold.
+        parked_bytes: Of parked queries' KV in host RAM.
+        spilled_bytes: Of KV on disk.
+        kv_budget_bytes: Of KV that the batch may hold; None is no bound.
+        row_limit: Rows that may be used.
+        governor: What the memory governor does.
+        reason: Why, in words.
+        total_bytes: Of the memory that the batch lives in; 0 without a governor.
+        free_bytes: Free part of it.
+        own_bytes: Part of it that the engine holds.
+    """
+
+    committed_bytes: int = 0
+    pooled_bytes: int = 0
+    reserved_bytes: int = 0
+    parked_bytes: int = 0
+    spilled_bytes: int = 0
+    kv_budget_bytes: int | None = None
+    row_limit: int = 0
+    governor: GovernorState = GovernorState.UNKNOWN
+    reason: str = ""
+    total_bytes: int = 0
+    free_bytes: int = 0
+    own_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSnapshot:
     """The batch as it stands after a step.
@@ -369,6 +414,7 @@ class BatchSnapshot:
         host_pool_bytes: Size of the host pool.
         queued_jobs: Jobs that no engine has taken yet.
         counters: Counts that only grow, by name.
+        memory: Where KV lies; None from a daemon that does not say.
     """
 
     step: int
@@ -380,3 +426,4 @@ class BatchSnapshot:
     host_pool_bytes: int = 0
     queued_jobs: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
+    memory: MemorySnapshot | None = None

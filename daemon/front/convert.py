@@ -14,7 +14,7 @@ from batond.daemon.front.status import code_of_reason
 from batond.daemon.front.steps import choice_of
 from batond.daemon.queue import Chunk, JobState
 from batond.daemon.queue.dead import LATEST_MS
-from batond.daemon.wire.messages import QueryState
+from batond.daemon.wire.messages import GovernorState, QueryState
 from batond.v1 import admin_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.follow import FollowEvent
     from batond.daemon.queue import DeadLetter, JobRecord, JobSpec, Place
     from batond.daemon.queue.registry import DaemonRecord
-    from batond.daemon.wire.messages import Snapshot, TokenLogprobs
+    from batond.daemon.wire.messages import MemorySnapshot, Snapshot, TokenLogprobs
 
 MOST_COUNT: Final = (1 << 32) - 1
 NS_PER_S: Final = 1_000_000_000
@@ -53,6 +53,14 @@ _QUERY_STATES: Final[dict[QueryState, admin_pb2.QueryState]] = {
     QueryState.READY: admin_pb2.QUERY_STATE_READY,
     QueryState.RUNNING: admin_pb2.QUERY_STATE_RUNNING,
     QueryState.PARKED: admin_pb2.QUERY_STATE_PARKED,
+}
+_GOVERNOR_STATES: Final[dict[GovernorState, admin_pb2.GovernorState]] = {
+    GovernorState.OFF: admin_pb2.GOVERNOR_STATE_OFF,
+    GovernorState.STEADY: admin_pb2.GOVERNOR_STATE_STEADY,
+    GovernorState.SHRINKING: admin_pb2.GOVERNOR_STATE_SHRINKING,
+    GovernorState.CRITICAL: admin_pb2.GOVERNOR_STATE_CRITICAL,
+    GovernorState.GROWING: admin_pb2.GOVERNOR_STATE_GROWING,
+    GovernorState.LOST: admin_pb2.GOVERNOR_STATE_LOST,
 }
 
 
@@ -289,6 +297,7 @@ def snapshot(shot: Snapshot, queued_jobs: int) -> admin_pb2.BatchSnapshot:
         counters=shot.counters,
     )
     batch.time.GetCurrentTime()
+    batch.memory.CopyFrom(_memory(shot.memory))
     for row in shot.rows:
         entry = batch.rows.add(row=row.row)
         if row.query_id:
@@ -314,6 +323,23 @@ def snapshot(shot: Snapshot, queued_jobs: int) -> admin_pb2.BatchSnapshot:
             held=query.held,
         )
     return batch
+
+
+def _memory(memory: MemorySnapshot) -> admin_pb2.MemorySnapshot:
+    return admin_pb2.MemorySnapshot(
+        committed_bytes=memory.committed_bytes,
+        pooled_bytes=memory.pooled_bytes,
+        reserved_bytes=memory.reserved_bytes,
+        parked_bytes=memory.parked_bytes,
+        spilled_bytes=memory.spilled_bytes,
+        kv_budget_bytes=memory.kv_budget_bytes,
+        row_limit=memory.row_limit,
+        governor=_GOVERNOR_STATES[memory.governor],
+        reason=memory.reason,
+        total_bytes=memory.total_bytes,
+        free_bytes=memory.free_bytes,
+        own_bytes=memory.own_bytes,
+    )
 
 
 def dead_job(letter: DeadLetter) -> admin_pb2.DeadJob:

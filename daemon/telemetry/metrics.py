@@ -11,14 +11,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from batond.daemon.wire.messages import QueryState
+from batond.daemon.wire.messages import GovernorState, QueryState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from prometheus_client import Metric
 
-    from batond.daemon.wire.messages import Snapshot
+    from batond.daemon.wire.messages import MemorySnapshot, Snapshot
 
 MOST_TENANTS: Final = 50
 OTHER_TENANT: Final = "other"
@@ -222,7 +222,35 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("batond_host_pool_used_bytes", "Used part of it.", shot.host_pool_used_bytes)
         yield GaugeMetricFamily("batond_sessions", "Chat sessions with kept KV.", shot.sessions)
         yield GaugeMetricFamily("batond_session_bytes", "Host RAM for their KV.", shot.session_bytes)
+        yield from _memory(shot.memory)
         for name, value in sorted(shot.counters.items()):
             yield CounterMetricFamily(
                 f"batond_engine_{name}", "Counted by the engine since its start.", value
             )
+
+
+def _memory(memory: MemorySnapshot) -> Iterator[Metric]:
+    """Where KV lies, and what the governor makes of it."""
+    gauges = (
+        ("batond_kv_committed_bytes", "KV in pages of rows.", memory.committed_bytes),
+        ("batond_kv_pooled_bytes", "Pages of the batch that no row owns.", memory.pooled_bytes),
+        ("batond_kv_reserved_bytes", "What the batch could ever hold.", memory.reserved_bytes),
+        ("batond_kv_parked_bytes", "KV of parked queries in host RAM.", memory.parked_bytes),
+        ("batond_kv_spilled_bytes", "KV on disk.", memory.spilled_bytes),
+        ("batond_row_limit", "Rows that may be used.", memory.row_limit),
+    )
+    for name, text, value in gauges:
+        yield GaugeMetricFamily(name, text, value)
+    if memory.kv_budget_bytes is not None:
+        text = "KV the batch may hold; absent without a bound."
+        yield GaugeMetricFamily("batond_kv_budget_bytes", text, memory.kv_budget_bytes)
+    states = GaugeMetricFamily("batond_governor", "What the memory governor does.", labels=["state"])
+    for state in GovernorState:
+        states.add_metric([state], memory.governor is state)
+    yield states
+    if memory.total_bytes:
+        sizes = GaugeMetricFamily("batond_memory_bytes", "Memory that the batch lives in.", labels=["part"])
+        sizes.add_metric(["total"], memory.total_bytes)
+        sizes.add_metric(["free"], memory.free_bytes)
+        sizes.add_metric(["own"], memory.own_bytes)
+        yield sizes

@@ -269,6 +269,34 @@ class QuerySnapshot(Message, frozen=True):
     held: bool  # Parked by hand.
 
 
+class GovernorState(enum.StrEnum):
+    """What the memory governor does; the contract's `GovernorState`."""
+
+    OFF = "off"  # there is none: the batch has what it was given at its start
+    STEADY = "steady"  # free memory lies between the watermarks
+    SHRINKING = "shrinking"  # others need memory
+    CRITICAL = "critical"  # hardly any is free
+    GROWING = "growing"  # the batch may hold more
+    LOST = "lost"  # no readings: it may shrink, never grow
+
+
+class MemorySnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where KV lies, and what the batch may hold."""
+
+    committed_bytes: int = 0  # Of KV in pages of rows.
+    pooled_bytes: int = 0  # Of pages that no row owns, kept for the next one.
+    reserved_bytes: int = 0  # Of addresses: what the batch could ever hold.
+    parked_bytes: int = 0  # In host RAM, sessions not included.
+    spilled_bytes: int = 0  # On disk.
+    kv_budget_bytes: int | None = None  # None is no bound.
+    row_limit: int = 0
+    governor: GovernorState = GovernorState.OFF
+    reason: str = ""  # Why, in words.
+    total_bytes: int = 0  # Of the memory that the batch lives in; 0 without a governor.
+    free_bytes: int = 0
+    own_bytes: int = 0  # That this engine holds of it.
+
+
 class Snapshot(Message, frozen=True):
     """The batch as it stands after a step."""
 
@@ -284,6 +312,7 @@ class Snapshot(Message, frozen=True):
     sessions: int = 0  # Finished turns whose slices are kept in the host pool.
     session_bytes: int = 0  # Part of the used bytes: a parked query gets them if it needs them.
     policy: str = ""  # Name of the active policy.
+    memory: MemorySnapshot = MemorySnapshot()
 
 
 class Begins(Message, frozen=True):

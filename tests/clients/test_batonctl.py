@@ -17,7 +17,17 @@ import grpc
 import pytest
 from rich.console import Console
 
-from batond.clients import BatchSnapshot, QuerySnapshot, QueryState, RowSnapshot, batch_view, cli, cli_output
+from batond.clients import (
+    BatchSnapshot,
+    GovernorState,
+    MemorySnapshot,
+    QuerySnapshot,
+    QueryState,
+    RowSnapshot,
+    batch_view,
+    cli,
+    cli_output,
+)
 from batond.v1 import admin_pb2, types_pb2
 
 
@@ -416,6 +426,34 @@ def test_the_batch_is_drawn() -> None:
     assert "5.0 MiB of 256.0 MiB" in drawn
     assert "queued jobs 4" in drawn
     assert "parks 3" in drawn
+    assert "KV" not in drawn  # A daemon of before says nothing of it.
+
+
+def test_memory_is_drawn_with_what_the_governor_makes_of_it() -> None:
+    memory = MemorySnapshot(
+        committed_bytes=3 << 20,
+        pooled_bytes=1 << 20,
+        spilled_bytes=2 << 20,
+        kv_budget_bytes=8 << 20,
+        row_limit=2,
+        governor=GovernorState.SHRINKING,
+        reason="others [took] memory",
+        total_bytes=100 << 20,
+        free_bytes=9 << 20,
+    )
+    drawn = draw(BatchSnapshot(step=1, memory=memory), width=160)
+    for part in (
+        "KV 3.0 MiB of 8.0 MiB",
+        "pooled 1.0 MiB",
+        "on disk 2.0 MiB",
+        "free 9.0 MiB of 100.0 MiB",
+        "rows at most 2, shrinking: others [took] memory",
+    ):
+        assert part in drawn
+    ungoverned = MemorySnapshot(committed_bytes=3 << 20, governor=GovernorState.OFF)
+    drawn = draw(BatchSnapshot(step=1, memory=ungoverned))
+    assert "KV 3.0 MiB " in drawn
+    assert "rows at most" not in drawn
 
 
 def test_many_queries_are_counted_and_narrow_terminals_survive() -> None:

@@ -16,7 +16,14 @@ import structlog
 from batond.daemon.telemetry.logging import bind_ids, configure_logging, get_logger
 from batond.daemon.telemetry.metrics import OTHER_TENANT, Metrics
 from batond.daemon.telemetry.systemd import Notifier
-from batond.daemon.wire.messages import QuerySnapshot, QueryState, RowSnapshot, Snapshot
+from batond.daemon.wire.messages import (
+    GovernorState,
+    MemorySnapshot,
+    QuerySnapshot,
+    QueryState,
+    RowSnapshot,
+    Snapshot,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,6 +119,19 @@ def _snapshot() -> Snapshot:
         sessions=3,
         session_bytes=7,
         counters={"parks": 1.0, "decode_steps": 4.0},
+        memory=MemorySnapshot(
+            committed_bytes=11,
+            pooled_bytes=12,
+            reserved_bytes=13,
+            parked_bytes=14,
+            spilled_bytes=15,
+            kv_budget_bytes=16,
+            row_limit=1,
+            governor=GovernorState.SHRINKING,
+            total_bytes=17,
+            free_bytes=18,
+            own_bytes=19,
+        ),
     )
 
 
@@ -137,6 +157,18 @@ def test_metrics_are_scraped_over_http() -> None:
         "batond_sessions 3.0",
         "batond_session_bytes 7.0",
         "batond_engine_parks_total 1.0",
+        "batond_kv_committed_bytes 11.0",
+        "batond_kv_pooled_bytes 12.0",
+        "batond_kv_reserved_bytes 13.0",
+        "batond_kv_parked_bytes 14.0",
+        "batond_kv_spilled_bytes 15.0",
+        "batond_kv_budget_bytes 16.0",
+        "batond_row_limit 1.0",
+        'batond_governor{state="shrinking"} 1.0',
+        'batond_governor{state="off"} 0.0',
+        'batond_memory_bytes{part="total"} 17.0',
+        'batond_memory_bytes{part="free"} 18.0',
+        'batond_memory_bytes{part="own"} 19.0',
     ):
         assert line in text.splitlines()
     with pytest.raises(OSError, match="refused"):

@@ -16,7 +16,7 @@ from batond.daemon.cli import app as batond
 from batond.daemon.config import Settings
 from batond.daemon.front.server import LIVENESS, READINESS, SATURATION
 from batond.daemon.telemetry.metrics import Metrics
-from batond.daemon.wire.messages import QueryState, Snapshot
+from batond.daemon.wire.messages import MemorySnapshot, QueryState, Snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,6 +94,7 @@ def metric_names(root: Path) -> set[str]:
         host_pool_used_bytes=0,
         host_pool_bytes=0,
         counters=dict.fromkeys(counters, 0.0),
+        memory=MemorySnapshot(kv_budget_bytes=0, total_bytes=1),
     )
     families: list[Metric] = list(metrics.registry.collect())
     return {family.name for family in families}

@@ -28,6 +28,16 @@ class QueryState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     QUERY_STATE_READY: _ClassVar[QueryState]
     QUERY_STATE_RUNNING: _ClassVar[QueryState]
     QUERY_STATE_PARKED: _ClassVar[QueryState]
+
+class GovernorState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GOVERNOR_STATE_UNSPECIFIED: _ClassVar[GovernorState]
+    GOVERNOR_STATE_OFF: _ClassVar[GovernorState]
+    GOVERNOR_STATE_STEADY: _ClassVar[GovernorState]
+    GOVERNOR_STATE_SHRINKING: _ClassVar[GovernorState]
+    GOVERNOR_STATE_CRITICAL: _ClassVar[GovernorState]
+    GOVERNOR_STATE_GROWING: _ClassVar[GovernorState]
+    GOVERNOR_STATE_LOST: _ClassVar[GovernorState]
 SERVER_STATE_UNSPECIFIED: ServerState
 SERVER_STATE_LOADING: ServerState
 SERVER_STATE_READY: ServerState
@@ -39,6 +49,13 @@ QUERY_STATE_PREFILLING: QueryState
 QUERY_STATE_READY: QueryState
 QUERY_STATE_RUNNING: QueryState
 QUERY_STATE_PARKED: QueryState
+GOVERNOR_STATE_UNSPECIFIED: GovernorState
+GOVERNOR_STATE_OFF: GovernorState
+GOVERNOR_STATE_STEADY: GovernorState
+GOVERNOR_STATE_SHRINKING: GovernorState
+GOVERNOR_STATE_CRITICAL: GovernorState
+GOVERNOR_STATE_GROWING: GovernorState
+GOVERNOR_STATE_LOST: GovernorState
 
 class SlaClass(_message.Message):
     __slots__ = ("name", "order", "preemptible")
@@ -206,7 +223,7 @@ class QuerySnapshot(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sla_class: _Optional[str] = ..., state: _Optional[_Union[QueryState, str]] = ..., prompt_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., parks: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., held: bool = ..., max_tokens: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class BatchSnapshot(_message.Message):
-    __slots__ = ("step", "time", "rows", "queries", "columns", "host_pool_used_bytes", "host_pool_bytes", "queued_jobs", "counters")
+    __slots__ = ("step", "time", "rows", "queries", "columns", "host_pool_used_bytes", "host_pool_bytes", "queued_jobs", "counters", "memory")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +240,7 @@ class BatchSnapshot(_message.Message):
     HOST_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUED_JOBS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     step: int
     time: _timestamp_pb2.Timestamp
     rows: _containers.RepeatedCompositeFieldContainer[RowSnapshot]
@@ -232,7 +250,36 @@ class BatchSnapshot(_message.Message):
     host_pool_bytes: int
     queued_jobs: int
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, step: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[RowSnapshot, _Mapping]]] = ..., queries: _Optional[_Iterable[_Union[QuerySnapshot, _Mapping]]] = ..., columns: _Optional[int] = ..., host_pool_used_bytes: _Optional[int] = ..., host_pool_bytes: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    memory: MemorySnapshot
+    def __init__(self, step: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[RowSnapshot, _Mapping]]] = ..., queries: _Optional[_Iterable[_Union[QuerySnapshot, _Mapping]]] = ..., columns: _Optional[int] = ..., host_pool_used_bytes: _Optional[int] = ..., host_pool_bytes: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., memory: _Optional[_Union[MemorySnapshot, _Mapping]] = ...) -> None: ...
+
+class MemorySnapshot(_message.Message):
+    __slots__ = ("committed_bytes", "pooled_bytes", "reserved_bytes", "parked_bytes", "spilled_bytes", "kv_budget_bytes", "row_limit", "governor", "reason", "total_bytes", "free_bytes", "own_bytes")
+    COMMITTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POOLED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SPILLED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROW_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    GOVERNOR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OWN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    committed_bytes: int
+    pooled_bytes: int
+    reserved_bytes: int
+    parked_bytes: int
+    spilled_bytes: int
+    kv_budget_bytes: int
+    row_limit: int
+    governor: GovernorState
+    reason: str
+    total_bytes: int
+    free_bytes: int
+    own_bytes: int
+    def __init__(self, committed_bytes: _Optional[int] = ..., pooled_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., spilled_bytes: _Optional[int] = ..., kv_budget_bytes: _Optional[int] = ..., row_limit: _Optional[int] = ..., governor: _Optional[_Union[GovernorState, str]] = ..., reason: _Optional[str] = ..., total_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., own_bytes: _Optional[int] = ...) -> None: ...
 
 class ParkJobRequest(_message.Message):
     __slots__ = ("job_id", "tenant")
