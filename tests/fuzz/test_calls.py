@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from conftest import Fuzzed, Plan
 
-#: After 100,000 calls: 57 MiB with Python's own rule for its garbage collector, 105 with the front's calmer one,
-#: 161 on a busy machine. Cycles of calls wait for its next look, and gRPC's memory is never in one piece.
+#: After 100,000 calls: 57 MiB with Python's own rule for its garbage collector, 105 with the front's calmer
+#: one, 161 on a busy machine. Cycles of calls wait for its next look; gRPC's memory is never in one piece.
 MOST_GROWTH_BYTES = 250 << 20
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(3600)]
 
