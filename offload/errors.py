@@ -5,6 +5,7 @@
         ├── HostPoolFullError    (is an ExhaustedError) nothing was reserved: discard something, or recompute
         ├── CopyFailedError      a copy did not happen; its source is intact: retry, or recompute
         ├── SliceCorruptError    the parked bytes aren't what was stored: discard them and recompute
+        │   └── SliceLostError       their file can't be read any more
         └── OffloadStateError    (is a StateError) the caller's mistake: this can't be done now
             ├── ReservationError     the reservation was released already, or is another pool's
             └── ForgottenError       the owner was forgotten while the copy ran: ignore the completion
@@ -39,6 +40,12 @@ class SliceCorruptError(OffloadError):
     """Header, layout or checksum of a parked slice doesn't match; its bytes must not be used."""
 
     reason = "SLICE_CORRUPT"
+
+
+class SliceLostError(SliceCorruptError):
+    """The file of a spilled slice is gone, cut, or can't be read."""
+
+    reason = "SLICE_LOST"
 
 
 class OffloadStateError(OffloadError, StateError):

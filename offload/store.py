@@ -5,30 +5,46 @@
     target, device                                                                 good, embed it ───────────
 
 `abort` takes the last `begin` back. `forget` ends every story, at cancel: bytes that a copy still reads or
-writes are given back only after that copy is over.
+writes are given back only after that copy is over. With a second tier a host copy may lie in a file, too,
+or in a file alone: see `spiller.py`.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import torch
 
-from batond.offload.checks import Checker
-from batond.offload.entries import Entry, LoadTicket, ParkedSlice, SliceState, StoreStats, StoreTicket
-from batond.offload.errors import CopyFailedError, ForgottenError, OffloadStateError, SliceCorruptError
-from batond.offload.header import describe, seal, unseal
+from batond.offload.entries import (
+    Entry,
+    LoadTicket,
+    ParkedSlice,
+    SliceState,
+    StoreStats,
+    StoreTicket,
+    check_entry,
+    entry_of,
+    parked_entry,
+)
+from batond.offload.errors import (
+    CopyFailedError,
+    OffloadStateError,
+    SliceCorruptError,
+    SliceLostError,
+)
+from batond.offload.header import describe, seal
 from batond.offload.poison import fill
+from batond.offload.retired import Retired
 from batond.offload.slice import KVSlice
+from batond.offload.spill import SpillUse
+from batond.offload.spiller import Spiller
+from batond.offload.verify import Verifier
 
 if TYPE_CHECKING:
-    from batond.offload.checks import Check
     from batond.offload.copies import Copier
     from batond.offload.entries import Ticket
     from batond.offload.pool import HostPool
-
-logger = logging.getLogger(__name__)
+    from batond.offload.spill import SpillTier
 
 
 class ParkedStore:
@@ -40,21 +56,32 @@ class ParkedStore:
         poison: Fill bytes that nobody may read (freed host regions, sources given back, targets before their
             copy) with 0xFF, so that a stale read shows. For tests.
         verify: Compute and check checksums; headers are checked always.
+        tier: Files for what the pool can't hold; closed with the store.
 
     Attributes:
         pool: As given.
         stats: Counters.
+        spiller: Moves slices between pool and files.
     """
 
-    def __init__(self, pool: HostPool, copier: Copier, *, poison: bool = False, verify: bool = True) -> None:
+    def __init__(
+        self,
+        pool: HostPool,
+        copier: Copier,
+        *,
+        poison: bool = False,
+        verify: bool = True,
+        tier: SpillTier | None = None,
+    ) -> None:
         self.pool = pool
         self.stats = StoreStats()
+        self.spiller = Spiller(pool, tier, poison=poison)
         self._copier = copier
         self._poison = poison
-        self._verify = verify
-        self._checker = Checker()
+        self._verifier = Verifier(checksums=verify)
         self._entries: dict[str, Entry] = {}
-        self._retiring: list[Entry] = []
+        self._copying: dict[Entry, None] = {}  # Those with transfers.
+        self._retired = Retired(self.spiller, self.stats)
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -64,12 +91,40 @@ class ParkedStore:
     @property
     def retiring_bytes(self) -> int:
         """Bytes of forgotten slices that wait for the end of a copy."""
-        return sum(entry.reservation.nbytes for entry in self._retiring)
+        return self._retired.nbytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that a store may take at once: free ones, and those of slices that are in files, too."""
+        return self.pool.free_bytes + self.spiller.spare_bytes
+
+    @property
+    def spill_use(self) -> SpillUse:
+        """The second tier as it stands; all zero without one."""
+        tier = self.spiller.tier
+        return SpillUse() if tier is None else tier.use
 
     def parked_bytes(self, owner_id: str) -> int:
-        """Bytes the owner has in the pool, a store under way included; 0 if none."""
+        """Bytes the owner has parked, a store under way included; 0 if none."""
         entry = self._entries.get(owner_id)
-        return entry.reservation.nbytes if entry else 0
+        return entry.header.body_bytes if entry else 0
+
+    def begin_spill(self, owner_id: str) -> bool:
+        """Begin to write a complete slice to a file, if there is room; returns whether it was begun."""
+        entry = self._entries.get(owner_id)
+        return entry is not None and self.spiller.begin_write(entry)
+
+    def begin_fetch(self, owner_id: str) -> bool:
+        """Begin to read a slice that is in a file alone back into the pool, beside.
+
+        Returns:
+            Whether a load would have to wait for that.
+
+        Raises:
+            HostPoolFullError: There is no room for it; nothing has changed.
+        """
+        entry = self._entries.get(owner_id)
+        return entry is not None and self.spiller.begin_fetch(entry)
 
     def begin_store(self, owner_id: str, kv: KVSlice, layout_hash: str) -> StoreTicket:
         """Reserve bytes and start copying a slice to host.
@@ -91,18 +146,18 @@ class ParkedStore:
             raise OffloadStateError(f"{owner_id} has a parked slice already", owner_id=owner_id)
         header = describe(owner_id, kv, layout_hash)
         self.collect()
-        entry = Entry(header, self.pool.reserve(header.body_bytes))
+        reservation = self.spiller.reserve(header.body_bytes)
+        entry = Entry(header, reservation)
         try:
             if self._poison:
-                fill(entry.reservation.views())
-            transfer = self._copier.store(kv, entry.reservation)
+                fill(reservation.views())
+            transfer = self._copier.store(kv, reservation)
         except Exception as error:
-            self.pool.release(entry.reservation)
+            self.pool.release(reservation)
             self.stats.failures += 1
             raise CopyFailedError(f"storing {owner_id} failed: {error}", owner_id=owner_id) from error
         ticket = StoreTicket(owner_id, kv, entry, transfer)
-        entry.ticket = ticket
-        entry.transfers.append(transfer)
+        self._add(ticket)
         self._entries[owner_id] = entry
         return ticket
 
@@ -114,14 +169,14 @@ class ParkedStore:
             ForgottenError: The owner was forgotten meanwhile.
             OffloadStateError: The ticket was used before.
         """
-        entry = self._entry_of(ticket)
+        entry = entry_of(self._entries, ticket)
         self._wait(entry, ticket)
-        checksum = self._check(ticket).value()
+        checksum = self._verifier.check(ticket).value()
         entry.sealed = bytearray(seal(entry.header, checksum))
         entry.parked = ParkedSlice(entry.header, checksum)
         entry.move(SliceState.PARKED)
         self.stats.stores += 1
-        self.stats.bytes_out += entry.reservation.nbytes
+        self.stats.bytes_out += entry.header.body_bytes
         if self._poison:
             fill([ticket.kv.tokens, ticket.kv.state])
         return entry.parked
@@ -134,7 +189,7 @@ class ParkedStore:
         layout_hash: str | None = None,
         first_tokens: int | None = None,
     ) -> LoadTicket:
-        """Start copying a parked slice to a device. The host copy stays.
+        """Start copying a parked slice to a device. The host copy stays. One in a file alone is waited for.
 
         Args:
             owner_id: Whose.
@@ -145,12 +200,13 @@ class ParkedStore:
 
         Raises:
             ValueError: There are not so many records, or a state belongs to the whole slice.
-            SliceCorruptError: It has another layout; it can only be discarded.
+            SliceCorruptError: It has another layout, or its file is lost; it can only be discarded.
+            HostPoolFullError: It is in a file, and there is no room to read it to.
             CopyFailedError: The copy did not start; nothing has changed.
             OffloadStateError: Nothing is parked for the owner, or its copy is under way.
             torch.OutOfMemoryError: No room on the device; nothing has changed.
         """
-        entry = self._parked_entry(owner_id)
+        entry = parked_entry(self._entries, owner_id)
         header = entry.header
         self.collect()
         if layout_hash is not None and header.layout_hash != layout_hash:
@@ -159,6 +215,10 @@ class ParkedStore:
         count = header.n_tokens if first_tokens is None else first_tokens
         if not 0 <= count <= header.n_tokens or (count < header.n_tokens and header.state_bytes):
             raise ValueError(f"the first {count} tokens can't be had alone from {header}")
+        self.spiller.bring(entry)
+        if entry.lost:
+            entry.move(SliceState.LOADING)
+            raise self._lost(entry)
         kv = KVSlice(
             torch.empty((count, header.record_bytes), dtype=torch.uint8, device=device),
             torch.empty(header.state_bytes, dtype=torch.uint8, device=device),
@@ -166,16 +226,16 @@ class ParkedStore:
         if self._poison:
             fill([kv.tokens, kv.state])
         try:
-            source = entry.reservation
+            source = entry.held()
             transfer = self._copier.load(source if count == header.n_tokens else source.head(kv.nbytes), kv)
         except Exception as error:
             self.stats.failures += 1
             raise CopyFailedError(f"loading {owner_id} failed: {error}", owner_id=owner_id) from error
         entry.move(SliceState.LOADING)
         ticket = LoadTicket(owner_id, kv, entry, transfer)
-        entry.ticket = ticket
-        entry.transfers.append(transfer)
-        self._check(ticket)  # Beside the copy.
+        self._add(ticket)
+        self.spiller.use_now(entry)
+        self._verifier.check(ticket)  # Beside the copy.
         return ticket
 
     def finish_load(self, ticket: LoadTicket, *, layout_hash: str | None = None) -> KVSlice:
@@ -191,11 +251,9 @@ class ParkedStore:
             ForgottenError: The owner was forgotten meanwhile.
             OffloadStateError: The ticket was used before.
         """
-        entry = self._entry_of(ticket)
+        entry = entry_of(self._entries, ticket)
         self._wait(entry, ticket)
-        wrong = self._damage(ticket)
-        if not wrong and layout_hash not in {None, entry.header.layout_hash}:
-            wrong = f"layout {entry.header.layout_hash} instead of {layout_hash}"
+        wrong = self._verifier.damage(ticket, layout_hash)
         if wrong:
             if self._poison:
                 fill([ticket.kv.tokens, ticket.kv.state])
@@ -207,7 +265,7 @@ class ParkedStore:
 
     def ready(self, ticket: Ticket) -> bool:
         """Whether its finish would not wait; begins the checksum once the copy is over. Call it each step."""
-        return ticket.forgotten or (ticket.done and self._check(ticket).done)
+        return ticket.forgotten or (ticket.done and self._verifier.check(ticket).done)
 
     def discard(self, owner_id: str) -> None:
         """Give the host copy back, after its embed or after it was found corrupt.
@@ -232,7 +290,7 @@ class ParkedStore:
             ForgottenError: The owner was forgotten meanwhile.
             OffloadStateError: The ticket was used before.
         """
-        entry = self._entry_of(ticket)
+        entry = entry_of(self._entries, ticket)
         entry.ticket = None
         self.stats.aborted += 1
         if isinstance(ticket, StoreTicket):
@@ -262,79 +320,46 @@ class ParkedStore:
         Returns:
             Bytes given back.
         """
-        for parked in self._entries.values():
+        for parked in list(self._copying):
             # An aborted load is of no use any more, but keeps its target on the device as long as we keep it.
             parked.transfers = [
                 transfer
                 for transfer in parked.transfers
                 if not transfer.done() or (parked.ticket is not None and parked.ticket.transfer is transfer)
             ]
+            if not parked.transfers:
+                del self._copying[parked]
+        self.spiller.settle()
         before = self.retiring_bytes
-        waiting: list[Entry] = []
-        for entry in self._retiring:
-            running = [transfer for transfer in entry.transfers if not transfer.done()]
-            self.stats.late_completions += len(entry.transfers) - len(running)
-            entry.transfers = running
-            if running:
-                waiting.append(entry)
-            else:
-                self._release(entry)
-        self._retiring = waiting
+        self._retired.collect()
         return before - self.retiring_bytes
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where slices and pool contradict each other."""
+        """Raise AssertionError where slices, pool and files contradict each other."""
         self.pool.check_integrity()
+        self.spiller.check_integrity()
+        self._retired.check_integrity()
         for owner_id, entry in self._entries.items():
-            moving = entry.state in {SliceState.STORING, SliceState.LOADING}
-            if entry.header.owner_id != owner_id or entry.state is SliceState.GONE:
-                raise AssertionError(
-                    f"{owner_id} has a slice of {entry.header.owner_id}, {entry.state.value}"
-                )
-            if moving != (entry.ticket is not None):
-                raise AssertionError(f"{owner_id} is {entry.state.value}, its ticket is {entry.ticket}")
-            if entry.header.body_bytes != entry.reservation.nbytes:
-                raise AssertionError(f"{owner_id} has {entry.reservation.nbytes} bytes for {entry.header}")
-        if any(not entry.transfers or entry.state is not SliceState.GONE for entry in self._retiring):
-            raise AssertionError("a slice waits for its release without a copy under way")
-        held = sum(entry.reservation.nbytes for entry in self._entries.values()) + self.retiring_bytes
+            if entry.header.owner_id != owner_id:
+                raise AssertionError(f"{owner_id} has a slice of {entry.header.owner_id}")
+            check_entry(entry)
+        held = sum(entry.pool_bytes for entry in self._entries.values()) + self.retiring_bytes
         if held != self.pool.used_bytes:
             raise AssertionError(f"slices hold {held} bytes, the pool has given {self.pool.used_bytes}")
 
     def close(self) -> None:
-        """Wait for all copies and give everything back to the pool; the pool stays open."""
+        """Wait for all copies, give all bytes back to the pool, remove all files; the pool stays open."""
         for owner_id in self.owners:
             self.forget(owner_id)
-        for entry in self._retiring:
-            for transfer in entry.transfers:
-                try:
-                    transfer.wait()
-                except Exception:  # the bytes are given up anyway
-                    logger.exception("a copy failed while the store was closed")
-            self.stats.late_completions += len(entry.transfers)
-            entry.transfers = []
-            self._release(entry)
-        self._retiring = []
-        self._checker.close()
+        self._retired.close()
+        self._verifier.close()
+        if self.spiller.tier is not None:
+            self.spiller.tier.close()
 
-    def _parked_entry(self, owner_id: str) -> Entry:
-        entry = self._entries.get(owner_id)
-        if entry is None or entry.state not in {SliceState.PARKED, SliceState.LOADED}:
-            state = entry.state.value if entry else "not here"
-            raise OffloadStateError(
-                f"the slice of {owner_id} is {state}, it can't be loaded", owner_id=owner_id, state=state
-            )
-        return entry
-
-    def _entry_of(self, ticket: Ticket) -> Entry:
-        entry = ticket.entry
-        if ticket.forgotten:
-            raise ForgottenError(f"{ticket.owner_id} was forgotten meanwhile", owner_id=ticket.owner_id)
-        if entry.ticket is not ticket or self._entries.get(ticket.owner_id) is not entry:
-            raise OffloadStateError(
-                f"the ticket of {ticket.owner_id} was finished or aborted before", owner_id=ticket.owner_id
-            )
-        return entry
+    def _add(self, ticket: Ticket) -> None:
+        ticket.entry.ticket = ticket
+        ticket.entry.transfers.append(ticket.transfer)
+        self._copying[ticket.entry] = None
 
     def _wait(self, entry: Entry, ticket: Ticket) -> None:
         """Wait for the ticket's copy and close the ticket; roll back if the copy failed."""
@@ -355,43 +380,20 @@ class ParkedStore:
         entry.ticket = None
         entry.transfers.remove(transfer)
 
-    def _damage(self, ticket: LoadTicket) -> str:
-        """What is wrong with the host copy; empty if nothing is."""
-        entry = ticket.entry
-        try:
-            header, checksum = unseal(bytes(entry.sealed))
-        except SliceCorruptError as error:
-            return error.message
-        if entry.parked is None or header != entry.parked.header:
-            return f"header {header} doesn't belong to {entry.header.owner_id}"
-        if self._verify and checksum != self._check(ticket).value():
-            return "checksum doesn't match"
-        return ""
-
-    def _check(self, ticket: Ticket) -> Check:
-        """The checksum of what lies on the host; begun now, if it was not before."""
-        if ticket.check is None:
-            body = ticket.entry.reservation.views() if self._verify else []
-            ticket.check = self._checker.begin(ticket.entry.header.encode(), body)
-        return ticket.check
-
     def _corrupt(self, entry: Entry, wrong: str) -> SliceCorruptError:
         entry.move(SliceState.CORRUPT)
         self.stats.corruptions += 1
         owner_id = entry.header.owner_id
         return SliceCorruptError(f"the parked slice of {owner_id}: {wrong}", owner_id=owner_id)
 
+    def _lost(self, entry: Entry) -> SliceLostError:
+        entry.move(SliceState.CORRUPT)
+        owner_id = entry.header.owner_id
+        return SliceLostError(f"the spilled slice of {owner_id}: {entry.lost}", owner_id=owner_id)
+
     def _retire(self, entry: Entry) -> None:
         """Take the slice from its owner; give its bytes back now, or after the last copy touching them."""
         entry.move(SliceState.GONE)
         del self._entries[entry.header.owner_id]
-        entry.transfers = [transfer for transfer in entry.transfers if not transfer.done()]
-        if entry.transfers:
-            self._retiring.append(entry)
-        else:
-            self._release(entry)
-
-    def _release(self, entry: Entry) -> None:
-        if self._poison:
-            fill(entry.reservation.views())
-        self.pool.release(entry.reservation)
+        self._copying.pop(entry, None)
+        self._retired.add(entry)

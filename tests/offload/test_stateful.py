@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,12 +18,18 @@ from hypothesis.stateful import (
 )
 
 from batond.offload.entries import SliceState, StoreTicket
-from batond.offload.errors import CopyFailedError, ForgottenError, HostPoolFullError, OffloadStateError
+from batond.offload.errors import (
+    CopyFailedError,
+    ForgottenError,
+    HostPoolFullError,
+    OffloadStateError,
+    SliceLostError,
+)
 from batond.offload.pool import HostPool
 from batond.offload.store import ParkedStore
 
 if TYPE_CHECKING:
-    from batond.offload.entries import Ticket
+    from batond.offload.entries import Entry, Ticket
     from batond.offload.pool import Reservation
     from batond.offload.slice import KVSlice
 
@@ -100,12 +107,15 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.copier = copier
         self.make_kv = make_kv
-        self.store = ParkedStore(HostPool(CAPACITY_BYTES, chunk_bytes=256), copier, poison=True)
+        self.store = self._new_store()
         self.names: dict[str, tuple[str, int]] = {}  # Owner to the pattern and length of its slice.
         self.sources: dict[str, KVSlice] = {}
         self.open: list[Ticket] = []
         self.closed: list[Ticket] = []
         self.count = 0
+
+    def _new_store(self, tier: Any = None) -> ParkedStore:
+        return ParkedStore(HostPool(CAPACITY_BYTES, chunk_bytes=256), self.copier, poison=True, tier=tier)
 
     def _expected(self, owner: str) -> torch.Tensor:
         kv = self.make_kv(*self.names[owner])
@@ -131,7 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.begin_store(owner, kv, "layout")
             return
         self.store.collect()
-        fits = kv.nbytes <= self.store.pool.free_bytes
+        fits = kv.nbytes <= self.store.room_bytes
         try:
             ticket = self.store.begin_store(owner, kv, "layout")
         except HostPoolFullError:
@@ -160,6 +170,9 @@ class StoreMachine(RuleBasedStateMachine):
             with pytest.raises(OffloadStateError):
                 self.store.begin_load(owner, "cpu")
             return
+        self._begin_load(owner)
+
+    def _begin_load(self, owner: str) -> None:
         self.open.append(self.store.begin_load(owner, "cpu"))
 
     @precondition(lambda self: any(not isinstance(ticket, StoreTicket) for ticket in self.open))
@@ -230,19 +243,131 @@ class StoreMachine(RuleBasedStateMachine):
             if entry.state is SliceState.STORING:
                 source = self.sources[owner]
                 found = torch.cat([source.tokens.view(-1), source.state])
+            elif entry.reservation is None:
+                self._in_a_file(owner, entry)
+                continue
             else:
                 found = torch.cat([*entry.reservation.views(), torch.empty(0, dtype=torch.uint8)])
             assert torch.equal(found, self._expected(owner)), (owner, entry.state)
+
+    def _in_a_file(self, owner: str, entry: Entry) -> None:
+        raise AssertionError(f"nothing is left of {owner}: {entry}")
 
     def teardown(self) -> None:
         for owner in tuple(self.names):
             self.store.forget(owner)
         for transfer in self.copier.transfers:
             transfer.complete()
+        self._finish()
         self.store.collect()
         assert (self.store.pool.used_bytes, self.store.retiring_bytes) == (0, 0)
         self.store.close()
         self.store.pool.close()
+
+    def _finish(self) -> None:
+        """Let everything else happen that is under way."""
+
+
+class SpillMachine(StoreMachine):
+    """The same with files, written and read whenever the machine likes, on a disk that fails and lies.
+
+    Args:
+        copier: As above.
+        make_kv: As above.
+        later_tier: Factory of tiers whose jobs wait for the machine.
+    """
+
+    def __init__(self, copier: Any, make_kv: Any, later_tier: Any) -> None:
+        self.tier, self.folder, self.jobs = later_tier(5 * 8192)
+        self.broken: set[str] = set()  # Files that can't be read as they were written.
+        super().__init__(copier, make_kv)
+
+    def _new_store(self, tier: Any = None) -> ParkedStore:
+        return super()._new_store(tier or self.tier)
+
+    def _begin_load(self, owner: str) -> None:
+        entry = self.store._entries[owner]
+        away, room = entry.reservation is None, self.store.room_bytes
+        try:
+            super()._begin_load(owner)
+        except HostPoolFullError:
+            assert away
+            assert entry.arriving is None
+            assert entry.header.body_bytes > room
+        except SliceLostError:
+            assert away
+            assert entry.lost
+            self.store.discard(owner)
+            self._drop(owner)
+
+    @rule(owner=st.sampled_from("abcdef"))
+    def begin_spill(self, owner: str) -> None:
+        entry = self.store._entries.get(owner)
+        able = (
+            entry is not None
+            and entry.reservation is not None
+            and (entry.file, entry.job) == (None, None)
+            and entry.resting
+            and entry.header.body_bytes > 0
+            and self.tier.free_bytes >= 8192
+        )
+        assert self.store.begin_spill(owner) == able
+
+    @rule(owner=st.sampled_from("abcdef"))
+    def begin_fetch(self, owner: str) -> None:
+        entry = self.store._entries.get(owner)
+        away = entry is not None and entry.reservation is None and entry.file is not None
+        try:
+            assert self.store.begin_fetch(owner) == away
+        except HostPoolFullError:
+            assert away
+            assert entry is not None
+            assert entry.header.body_bytes > self.store.room_bytes
+
+    @precondition(lambda self: self.jobs.jobs)
+    @rule(pick=PICK, fault=st.sampled_from([0, 0, 0, errno.EIO, errno.ENOSPC]))
+    def a_job_runs(self, pick: int, fault: int) -> None:
+        self.folder.fault = fault
+        self.jobs.jobs.pop(pick % len(self.jobs.jobs)).run()
+        self.folder.fault = 0
+
+    @precondition(lambda self: self.folder.files)
+    @rule(pick=PICK, place=PICK, away=st.booleans())
+    def a_file_breaks(self, pick: int, place: int, *, away: bool) -> None:
+        """In its header, which is noticed when it is read; its body is what checksums are for."""
+        name = list(self.folder.files)[pick % len(self.folder.files)]
+        if name.endswith(".part"):
+            return
+        self.broken.add(name)
+        if away:
+            del self.folder.files[name]
+        else:
+            self.folder.files[name][place % 50] ^= 1
+
+    @rule()
+    def somebody_needs_room(self) -> None:
+        room = self.store.room_bytes
+        self.store.pool.release(self.store.spiller.reserve(room))
+        assert self.store.pool.free_bytes == room
+
+    @rule()
+    def the_disk_has_rested(self) -> None:
+        self.tier._rested_s = -1.0
+
+    def _in_a_file(self, owner: str, entry: Entry) -> None:
+        if entry.lost:
+            return
+        assert entry.file is not None
+        if entry.file.name not in self.broken:
+            body = self.folder.files[entry.file.name][4096 : 4096 + entry.file.body_bytes]
+            assert torch.equal(torch.frombuffer(body, dtype=torch.uint8).clone(), self._expected(owner))
+
+    def _finish(self) -> None:
+        self.jobs.shutdown(wait=True)
+        self.store.collect()
+        self.jobs.shutdown(wait=True)  # Files of writes that were complete before they heard of their end.
+        use = self.store.spill_use
+        assert (self.folder.files, use.used_bytes, use.files) == ({}, 0, 0)
 
 
 def test_pool_against_its_model() -> None:
@@ -253,3 +378,8 @@ def test_pool_against_its_model() -> None:
 def test_store_against_its_model(delayed: Any, make_kv: Any) -> None:
     """R4, R5, M5, C3: never zero good copies, whatever ends when."""
     run_state_machine_as_test(lambda: StoreMachine(type(delayed)(), make_kv), settings=SETTINGS)
+
+
+def test_store_with_files_against_its_model(delayed: Any, make_kv: Any, later_tier: Any) -> None:
+    """R4, R6, M5: the same with a second tier: a good copy here or there, whatever the disk does."""
+    run_state_machine_as_test(lambda: SpillMachine(type(delayed)(), make_kv, later_tier), settings=SETTINGS)

@@ -256,7 +256,7 @@ def test_without_verification_the_header_is_checked_all_the_same(
     make_store: Any, make_kv: Any, same: Any
 ) -> None:
     store = make_store()
-    store._verify = False
+    store._verifier._checksums = False
     park(store, "a", make_kv("a"))
     assert same(load(store, "a"), make_kv("a"))
     store._entries["a"].sealed[9] ^= 1
@@ -495,7 +495,7 @@ def test_cancel_while_a_copy_is_in_flight(make_store: Any, make_kv: Any, same: A
         assert store.forget(owner)
         assert flight.waits == 0, "cancelling never waits"
         assert (store.parked_bytes(owner), store.retiring_bytes) == (0, SLICE_BYTES)
-        taken = {at for view in store._retiring[0].reservation.views() for at in [view.data_ptr()]}
+        taken = {at for view in store._retired.entries[0].reservation.views() for at in [view.data_ptr()]}
         with pytest.raises(ForgottenError):
             (store.finish_load if loading else store.finish_store)(ticket)
         if chance.random() < 0.5:  # The same id at once again: it must not get the memory under way.
