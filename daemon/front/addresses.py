@@ -1,8 +1,10 @@
-"""Whether addresses can be listened on: asked before the model is loaded, minutes before gRPC asks."""
+"""Holds the daemon's addresses from its first second on: gRPC takes them minutes later, once it is loaded."""
 
 from __future__ import annotations
 
+import hashlib
 import socket
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,42 +17,82 @@ if TYPE_CHECKING:
 _ANSWER_S: Final = 1.0
 
 
-def check_addresses(addresses: Iterable[str]) -> None:
-    """Bind each address for a moment, as gRPC will; of a Unix socket, ask whether somebody answers there.
+class HeldAddresses:
+    """Addresses that nobody else gets while the model is loaded; nobody is answered there either.
+
+    A port is bound, without listening: who connects is refused. Of a Unix socket the path is claimed by a
+    name in the kernel that ends with the process: the file itself must not be there before somebody answers.
+
+    Args:
+        addresses: `host:port` or `unix:/path`.
 
     Raises:
-        ConfigError: One is taken, or is none of this host's.
+        ConfigError: One is taken, is none of this host's, or is named twice.
     """
-    for address in addresses:
-        try:
-            if address.startswith("unix:"):
-                _check_unix(Path(address.removeprefix("unix:")))
-            else:
-                _check_tcp(*split_address(address))
-        except OSError as error:
-            raise ConfigError(f"can't listen on {address}: {error}", address=address) from error
 
+    def __init__(self, addresses: Iterable[str]) -> None:
+        self._ports: list[socket.socket] = []
+        self._claims: list[socket.socket] = []
+        for address in addresses:
+            try:
+                if address.startswith("unix:"):
+                    self._claim(Path(address.removeprefix("unix:")))
+                else:
+                    self._bind(*split_address(address))
+            except OSError as error:
+                self.close()
+                raise ConfigError(
+                    f"can't listen on {address}: {error}; is it taken?", address=address
+                ) from error
 
-def _check_tcp(host: str, port: int) -> None:
-    for family, kind, protocol, _, place in socket.getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    ):
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # Connections of a former run may linger.
+    def free_ports(self) -> None:
+        """Let gRPC take the ports, now; a path stays claimed."""
+        while self._ports:
+            self._ports.pop().close()
+
+    def close(self) -> None:
+        """Give all of them free."""
+        self.free_ports()
+        while self._claims:
+            self._claims.pop().close()
+
+    def _bind(self, host: str, port: int) -> None:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, place in dict.fromkeys(found):
+            held = socket.socket(family, kind, protocol)
+            self._ports.append(held)
             if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            probe.bind(place)
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                held.bind(place)
+            except OSError:
+                # Connections of a former run may linger. A daemon that starts now holds the port without
+                # this, and fails it again; where two find lingering ones, gRPC still finds the clash.
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                held.bind(place)
+
+    def _claim(self, path: Path) -> None:
+        if answers(path):
+            raise OSError("another process answers there")
+        if sys.platform != "linux":
+            return  # Without abstract names; the server looks again before it takes the path.
+        digest = hashlib.sha256(bytes(path.absolute())).hexdigest()
+        claim = socket.socket(socket.AF_UNIX)
+        self._claims.append(claim)
+        try:
+            claim.bind(f"\0batond-{digest}")
+        except OSError as error:
+            raise OSError("another daemon is starting there") from error
 
 
-def _check_unix(path: Path) -> None:
+def answers(path: Path) -> bool:
+    """Whether somebody accepts connections on a Unix socket; one that a dead daemon left is none."""
     if not path.is_socket():
-        return
+        return False
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_ANSWER_S)
         try:
             probe.connect(str(path))
         except OSError:
-            return  # Left by a daemon that died; it will be removed.
-    raise OSError("another process answers there")
+            return False
+    return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from batond.daemon.config_load import engine_settings, redacted, resolve_model_path
-from batond.daemon.front.addresses import check_addresses
+from batond.daemon.front.addresses import HeldAddresses
 from batond.daemon.front.assembly import Assembly
 from batond.daemon.front.engine_link import ENGINE_COMMAND, EngineLink
 from batond.daemon.front.engine_listener import EXTEND_START_S, EngineListener
@@ -64,9 +64,10 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
     stop, reload = on_signals()
     tls_files = read_tls(settings.tls)  # A wrong key is found before the model is loaded.
     metrics_listen = settings.server.metrics_listen
-    check_addresses([*settings.server.listen, *([metrics_listen] if metrics_listen else [])])
+    addresses = HeldAddresses([*settings.server.listen, *([metrics_listen] if metrics_listen else [])])
     notifier = Notifier()
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(addresses.close)
         loading = asyncio.create_task(tell_stop(stop), name="tell_stop")
         stack.callback(loading.cancel)
         # The engine comes first: it takes longest, and no process is started once gRPC has threads.
@@ -104,7 +105,7 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
                 front.metrics.embedded_restarts.set_function(lambda: embedded.restarts)
             listener.dispatcher = front.dispatcher
             front.metrics.engine_up.set(1)
-            await Life(settings, front, notifier).run(stop, reload, engine)
+            await Life(settings, front, notifier, addresses).run(stop, reload, engine)
         notifier.stopping("stopped")
     _log.info("stopped")
 

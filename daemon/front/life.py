@@ -18,6 +18,7 @@ from batond.daemon.telemetry.logging import get_logger
 
 if TYPE_CHECKING:
     from batond.daemon.config import Settings
+    from batond.daemon.front.addresses import HeldAddresses
     from batond.daemon.front.assembly import Assembly
     from batond.daemon.front.signals import Stop
     from batond.daemon.telemetry.systemd import Notifier
@@ -35,10 +36,14 @@ class Life:
         settings: To begin with.
         parts: What is put to work.
         notifier: Tells systemd.
+        addresses: Held until the servers take them.
     """
 
-    def __init__(self, settings: Settings, parts: Assembly, notifier: Notifier) -> None:
+    def __init__(
+        self, settings: Settings, parts: Assembly, notifier: Notifier, addresses: HeldAddresses
+    ) -> None:
         self._settings, self._parts, self._notifier = settings, parts, notifier
+        self._addresses = addresses
 
     async def run(self, stop: Stop, reload: asyncio.Event, engine: asyncio.Task[None]) -> None:
         """Serve until told to stop, then drain."""
@@ -46,6 +51,7 @@ class Life:
         await parts.book.load()  # Before anybody can call.
         collector.settle()
         health_servicer = health.aio.HealthServicer()
+        self._addresses.free_ports()
         serving = Serving(
             lambda: build_server(self._settings, parts.jobs, parts.admin, health_servicer, parts.tls),
             self._settings.server.listen,

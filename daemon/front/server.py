@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from batond.daemon.config import is_local
 from batond.daemon.errors import ConfigError
+from batond.daemon.front.addresses import answers
 from batond.daemon.front.malformed import RefuseMalformed
 from batond.daemon.front.unknown_calls import careful_server
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
@@ -132,8 +133,14 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
 
 
 def _make_room(path: Path) -> None:
-    """Make the socket's folder; remove the socket of a daemon that died."""
+    """Make the socket's folder; remove the socket of a daemon that died.
+
+    Raises:
+        OSError: Somebody answers there, who would be heard no more.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if answers(path):
+        raise OSError("another process answers there; is it taken?")
     if path.is_socket():
         os.unlink(path)  # noqa: PTH108 - Path.unlink reads worse next to is_socket
 
