@@ -20,6 +20,7 @@ from batond.daemon.config_load import (
     redacted,
 )
 from batond.daemon.errors import BatondError, ConfigError
+from batond.daemon.memory.host import check_host_pool
 from batond.daemon.queue.check import check_target
 from batond.daemon.queue.target import target_of
 from batond.daemon.simulator.command import simulate
@@ -114,7 +115,10 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     assign: Assignments = None,
     connect: Connect = False,  # noqa: FBT002 - typer wants a default
 ) -> None:
-    """Check the configuration and show it as resolved, secrets left out. Takes the flags of `serve`."""
+    """Check the configuration and show it as resolved, secrets left out. Takes the flags of `serve`.
+
+    No model is loaded. Where `model.device` names a card, torch is asked for it, which takes seconds.
+    """
     from batond.daemon.front.tls import read_tls  # noqa: PLC0415 - brings gRPC
 
     settings = load_settings(
@@ -127,6 +131,13 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     load_policy(settings.engine.policy)
     check_configured(settings.policy_options)
     read_tls(settings.tls)
+    if settings.engine.host_pool_bytes != "auto":
+        # What this shell may lock says nothing of the service: checked as a pool that is not locked.
+        check_host_pool(int(settings.engine.host_pool_bytes), pin=False)
+    if settings.model.device.startswith("cuda"):
+        from batond.daemon.devices import chosen_device  # noqa: PLC0415 - brings torch, which takes seconds
+
+        chosen_device(settings.model.device)
     if settings.queue.named:
         target = target_of(settings.queue)
         if connect:

@@ -219,6 +219,12 @@ class EngineConfig(Section):
     compiled: bool = True
     threads: int = Field(default=0, ge=0, le=4096)
 
+    @model_validator(mode="after")
+    def _check_graphs(self) -> EngineConfig:
+        if self.graphs and not self.kernels and "graphs" in self.model_fields_set:
+            raise ValueError("graphs = true needs kernels = true: steps are captured with the kernels alone")
+        return self
+
 
 class ServiceSettings(Section):
     """Life of the process.

@@ -17,11 +17,11 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
-import torch
 
+from batond.daemon.devices import chosen_device
 from batond.daemon.engine.local import LocalEngine
 from batond.daemon.engine.model.causal import load_model
-from batond.daemon.errors import BatondError, ConfigError, NotFoundError
+from batond.daemon.errors import BatondError, NotFoundError
 from batond.daemon.memory.host import auto_host_pool_bytes, check_host_pool
 from batond.daemon.requests.params import SamplingParams
 from batond.daemon.scheduler.planner import PlannerLimits
@@ -209,11 +209,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
     """
     check_configured(settings.policy_options)  # Loading a model takes longer.
     policy = load_configured(settings.policy, settings.policy_options)
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {device} was asked for, but torch sees no CUDA device", device=device)
+    device = chosen_device(settings.device)
     pin = device.startswith("cuda")
     pool_bytes = settings.host_pool_bytes
     if pool_bytes < 0:

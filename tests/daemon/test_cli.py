@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,8 @@ def test_graphs_and_compiled_parts_are_turned_off_for_debugging(
         (["queue.url=http://somewhere"], "the Redis URL can't be used"),
         (["tls.cert_file=/nowhere.crt", "tls.key_file=/nowhere.key"], "can't use the TLS files"),
         (["engine.policy=fcsf"], "unknown policy 'fcsf'"),
+        (["engine.host_pool_bytes=900TiB"], "the largest workable value is"),
+        (["engine.kernels=false", "engine.graphs=true"], "graphs = true needs kernels = true"),
     ],
 )
 def test_it_finds_what_would_fail_the_start(
@@ -65,5 +68,54 @@ def test_it_finds_what_would_fail_the_start(
     monkeypatch.setattr(sys, "argv", check)
     assert cli.run() == cli.EXIT_CONFIG
     captured = capsys.readouterr()
-    assert message in captured.err
+    assert message.lower() in captured.err.lower()
     assert not captured.out
+
+
+def test_kernels_alone_may_be_turned_off(
+    check: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Graphs that nobody asked for go with them."""
+    monkeypatch.setattr(sys, "argv", [*check, "--set", "engine.kernels=false"])
+    assert cli.run() == 0
+    assert json.loads(capsys.readouterr().out)["engine"]["kernels"] is False
+
+
+@pytest.fixture
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch sees."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_cards")
+@pytest.mark.parametrize(("device", "message"), [("cuda:2", "no more than 2 CUDA device(s)"), ("cuda:1", "")])
+def test_a_card_that_is_not_there_is_found(
+    check: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    device: str,
+    message: str,
+) -> None:
+    """V1: by asking torch, without a model."""
+    monkeypatch.setattr(sys, "argv", [*check, "--device", device])
+    assert cli.run() == (cli.EXIT_CONFIG if message else 0)
+    assert message in capsys.readouterr().err
+
+
+def test_a_machine_without_cards_is_found(
+    check: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """V1."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [*check, "--device", "cuda"])
+    assert cli.run() == cli.EXIT_CONFIG
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
+def test_without_a_card_torch_is_not_read(check: list[str]) -> None:
+    """It stays quick, so that it can stand before each start."""
+    command = "import sys; from batond.daemon import cli; sys.exit(cli.run() or 'torch' in sys.modules)"
+    options = [*check[1:], "--set", "engine.host_pool_bytes=1MiB"]
+    done = subprocess.run([sys.executable, "-c", command, *options], check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,28 @@
+"""Which device a model is loaded on, asked of torch."""
+
+from __future__ import annotations
+
+import torch
+
+from batond.daemon.errors import ConfigError
+
+
+def chosen_device(asked: str) -> str:
+    """The device that `model.device` names; `auto` is the first card, or else the CPU.
+
+    Raises:
+        ConfigError: Torch sees no such card.
+    """
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not asked.startswith("cuda"):
+        return asked
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {asked} was asked for, but torch sees no CUDA device", device=asked)
+    number, count = int(asked.partition(":")[2] or 0), torch.cuda.device_count()
+    if number >= count:
+        raise ConfigError(
+            f"device {asked} was asked for, but torch sees no more than {count} CUDA device(s)",
+            device=asked,
+        )
+    return asked
