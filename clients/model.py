@@ -132,7 +132,7 @@ class JobInfo:
         error_code: The number of the gRPC status that stands for the failure; 0 if it didn't fail.
         error_reason: Machine-readable constant; empty if it didn't fail.
         error_message: For people; empty if it didn't fail.
-        attempts: How many daemons or engines have begun to run it.
+        attempts: How many daemons have begun to run it, without those that gave it back in order.
     """
 
     job_id: str

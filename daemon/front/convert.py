@@ -145,7 +145,7 @@ def job(
         cached_prompt_tokens=_shown(record.cached_prompt_tokens),
         output_tokens=_shown(record.total_output_tokens),
         finish_reason=_finish_reason(record.finish_reason),
-        attempts=_shown(record.epoch),
+        attempts=_shown(max(0, record.epoch - record.handed_back)),
         labels=spec.labels if spec else None,
     )
     shown.created_time.CopyFrom(timestamp(record.created_ms))

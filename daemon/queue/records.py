@@ -82,6 +82,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         epoch: Fencing token: grows with each claim, every write is checked against it.
         owner: Daemon that holds it, or empty.
         attempts: Claims that ended with the death of an engine, or of a daemon, that had no other job in it.
+        handed_back: Claims that were given back in order, as by a drain.
         lapses: Claims whose lease ran out among others: its daemon died or was paused, nobody knows why.
         choices: Generations wanted, each with an output of its own.
         output_tokens: Committed tokens of choice 0.
@@ -117,6 +118,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Count = 0
     owner: str = ""
     attempts: Count = 0
+    handed_back: Count = 0
     lapses: Count = 0
     choices: Annotated[int, msgspec.Meta(ge=1, le=MAX_N)] = 1
     output_tokens: Count = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from batond.daemon.front import convert
@@ -37,6 +38,8 @@ def test_absurd_numbers_are_shown_as_far_as_there_is_room(state: JobState) -> No
     assert shown.attempts == shown.prompt_tokens == (1 << 32) - 1
     assert shown.created_time.ToDatetime().year == 9999
     assert list(shown.output_token_ids) == [2]
+    returned = msgspec.structs.replace(record, epoch=1, handed_back=MOST)
+    assert convert.job(returned, chunks, now_ms=0.0).attempts == 0
 
 
 def test_a_start_in_the_far_future_counts_as_no_time_waited() -> None:

@@ -184,6 +184,7 @@ async def test_hand_back_keeps_tokens_and_place(queue: Queue) -> None:
     assert await queue.store.hand_back("d1", "t", "a", a.record.epoch) is HandBackOutcome.QUEUED
     record = await queue.store.get("t", "a")
     assert (record.state, record.owner, record.attempts) == (JobState.QUEUED, "", 0)
+    assert (record.epoch, record.handed_back) == (1, 1)
     again = await queue.claim(10, owner="d2", store=queue.another())
     assert [job.record.job_id for job in again] == ["a", "b", "c"]
     assert (again[0].token_ids, again[0].text, again[0].record.preemptions) == ([1, 2], "xy", 2)

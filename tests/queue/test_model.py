@@ -65,6 +65,7 @@ class Job:
     owner: str = ""
     epoch: int = 0
     attempts: int = 0
+    handed_back: int = 0
     lapses: int = 0
     cancel: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -338,6 +339,7 @@ class QueueMachine(RuleBasedStateMachine):
         if (job.owner, job.epoch) != (owner, claim.record.epoch):
             assert outcome == "refused"
         else:
+            job.handed_back += not charge
             self.give_up(job, charge=charge)
             assert outcome == job.state
 
@@ -378,6 +380,7 @@ class QueueMachine(RuleBasedStateMachine):
         held = [job for job in self.jobs.values() if job.owner == owner]
         assert sorted(released) == sorted((job.tenant, job.job_id) for job in held)
         for _, job_id in released:  # The order in which they come back.
+            self.jobs[job_id].handed_back += 1
             self.give_up(self.jobs[job_id], charge=False)
 
     @rule(job_id=job_ids)
@@ -397,6 +400,7 @@ class QueueMachine(RuleBasedStateMachine):
             record = self.run(store.get(job.tenant, job_id))
             seen = (record.state, record.owner, record.epoch, record.attempts, record.lapses)
             assert seen == (job.state, job.owner, job.epoch, job.attempts, job.lapses)
+            assert record.handed_back == job.handed_back
             assert record.output_tokens == len(job.tokens)
             chunks = self.run(store.read_chunks(job.tenant, job_id))
             assert [token for chunk in chunks for token in chunk.token_ids] == job.tokens

@@ -15,6 +15,11 @@ local function note(ref, history, epoch, owner, why, now_ms)
   redis.call('HSET', JOB .. ref, 'history', ((history or '') .. line):sub(-HISTORY_BYTES))
 end
 
+-- Counts a claim that was given back in order: tenants are not shown it as an attempt.
+local function note_return(ref, returns)
+  redis.call('HSET', JOB .. ref, 'handed_back', int((count(returns) or 0) + 1))
+end
+
 local function end_claim(ref, owner)
   redis.call('ZREM', LEASES, ref)
   if owner and owner ~= '' then
