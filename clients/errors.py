@@ -28,7 +28,7 @@ BatondClientError
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -56,7 +56,7 @@ class BatondClientError(Exception):
         code: The gRPC status; None if the error was found before sending.
     """
 
-    hint: ClassVar[str] = ""
+    hint: str = ""
 
     def __init__(
         self,
@@ -140,6 +140,11 @@ class UnavailableError(RetryLaterError):
     hint = (
         "check that the daemon runs and is reached by this address (with TLS, if it has it), or retry later"
     )
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        if self.reason:  # Its own word: it runs, and is reached.
+            self.hint = "retry later, or at another daemon"
 
 
 class ExhaustedError(RetryLaterError):

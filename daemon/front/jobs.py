@@ -205,7 +205,11 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec, left_s: float | None = None
     ) -> tuple[JobRecord, bool, JobSpec]:
         if self._dispatcher.draining:
-            raise UnavailableError("this daemon takes no more jobs: it stops", reason="DRAINING")
+            raise UnavailableError(
+                "this daemon is shutting down and takes no more jobs: submit to another daemon of its"
+                " queue, or again later",
+                reason="DRAINING",
+            )
         size = spec.ByteSize()
         if size > self._max_message_bytes:
             raise RequestTooLargeError(

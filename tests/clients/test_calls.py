@@ -143,6 +143,16 @@ def test_nobody_there_is_unavailable(daemon: Any, client: Any) -> None:
         client.get("x")
 
 
+def test_a_daemon_that_says_why_is_not_looked_for(daemon: Any, connect: Any, fault: Any) -> None:
+    """It runs and is reached: advice on addresses and TLS would mislead."""
+    daemon.faults["SubmitJob"] = [
+        fault(grpc.StatusCode.UNAVAILABLE, message="shutting down", reason="DRAINING")
+    ]
+    with pytest.raises(errors.UnavailableError) as caught:
+        connect(retry=RetryPolicy(attempts=1)).submit("x")
+    assert str(caught.value) == "shutting down (retry later, or at another daemon)"
+
+
 def test_a_restarted_daemon_is_found_again(daemon: Any, connect: Any) -> None:
     client = connect(retry=RetryPolicy(attempts=100, base_s=0.05, cap_s=0.1))
     client.submit("hello", job_id="j")

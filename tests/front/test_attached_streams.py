@@ -11,6 +11,7 @@ import pytest
 from batond.daemon.errors import UnavailableError
 from batond.daemon.front.hub import Hub
 from batond.daemon.front.jobs import JobServicer
+from batond.daemon.front.status import to_status
 from batond.v1 import jobs_pb2
 
 if TYPE_CHECKING:
@@ -93,3 +94,28 @@ async def test_only_a_client_that_leaves_ends_its_job(
         )
     await servicer.finish_tidying()
     assert store.cancelled == cancelled
+
+
+async def test_a_daemon_that_drains_sends_its_callers_elsewhere() -> None:
+    """V2: it says that it is shutting down, where to go, and when to come back."""
+    loose: Any = SimpleNamespace(draining=True)
+    servicer = JobServicer(
+        calls=OpenCalls(expels=False),  # type: ignore[arg-type]
+        store=loose,
+        follower=loose,
+        hub=Hub(),
+        dispatcher=loose,
+        neighbours=loose,
+        reader=loose,
+        classes=loose,
+        metrics=loose,
+        result_ttl_s=1,
+        max_message_bytes=1,
+    )
+    with pytest.raises(UnavailableError, match=r"shutting down.*another daemon.*again later") as caught:
+        await servicer.GenerateStream(
+            jobs_pb2.GenerateStreamRequest(), SimpleNamespace(time_remaining=lambda: None)
+        )
+    assert caught.value.reason == "DRAINING"
+    trailers = dict(to_status(caught.value).trailing_metadata or ())
+    assert b"google.rpc.RetryInfo" in trailers["grpc-status-details-bin"]
