@@ -14,6 +14,7 @@ Every task runs on one asyncio loop. `HeldJobs` is the state they share.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 SAVE_TIMEOUT_S: Final = 5.0
 #: Then all that is not saved is given back in one call, if Redis answers it.
 RELEASE_TIMEOUT_S: Final = 2.0
+#: Who parks or resumes by hand waits so long for the row to be taken or given, and for Redis to have it.
+STEER_WAIT_S: Final = 2.0
 
 _log = get_logger(__name__)
 
@@ -192,11 +195,23 @@ class Dispatcher:
             StateError: It can't be parked now.
             UnavailableError: There is no engine now.
         """
-        await self._desk.ask_all(Park, self._running(tenant, job_id))
+        held = self._running(tenant, job_id)
+        await self._desk.ask_all(Park, held)
+        await self._shown(held, parked=True)
 
     async def resume(self, tenant: str, job_id: str) -> None:
         """Let a job parked by hand compete again; raises as `park`."""
-        await self._desk.ask_all(Resume, self._running(tenant, job_id))
+        held = self._running(tenant, job_id)
+        await self._desk.ask_all(Resume, held)
+        await self._shown(held, parked=False)
+
+    async def _shown(self, held: HeldJob, *, parked: bool) -> None:
+        """Wait until the record says what was done; not for long: all rows may be taken, or Redis be away."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STEER_WAIT_S):
+                while held.parked is not parked and not held.live.closed:
+                    await held.live.wait_beyond(len(held.live.events))
+                await self._committer.join()
 
     async def set_policy(self, name: str) -> None:
         """Exchange the engine's policy; raises as `park`."""

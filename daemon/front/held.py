@@ -133,6 +133,11 @@ class HeldJob:
         return any(choice.had_row for choice in self.choices)
 
     @property
+    def parked(self) -> bool:
+        """Whether all of its choices that go on have lost their rows."""
+        return all(self.choices[index].parked for index in self.open_choices)
+
+    @property
     def age_s(self) -> float:
         """Time since it was accepted."""
         before_ms = max(0, self.claimed.now_ms - self.claimed.record.created_ms)

@@ -114,10 +114,10 @@ def test_a_job_held_by_hand_waits_for_its_resume(
         job = red.submit(token_ids=prompt(12), max_tokens=300, **LOW)
         with red.watch(job.job_id) as stream:
             after_tokens(stream, 20)
-            operator.park(job.job_id, tenant="red")
+            assert operator.park(job.job_id, tenant="red").state is JobState.PARKED
             other = red.result(red.submit(token_ids=prompt(3), max_tokens=50, **LOW).job_id)
             assert other.output_tokens == 50
             assert red.get(job.job_id).state is JobState.PARKED
-            operator.resume(job.job_id, tenant="red")
+            assert operator.resume(job.job_id, tenant="red").state is not JobState.PARKED
             assert stream.last_job().state is JobState.SUCCEEDED
         assert list(red.get(job.job_id).output_token_ids) == solo(prompt(12), 300)
