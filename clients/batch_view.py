@@ -35,22 +35,27 @@ MIB: Final = 1 << 20
 COUNTERS: Final = ("parks", "resumes", "recomputed_tokens", "decode_steps", "idle_row_steps")
 
 
-def render(snapshot: BatchSnapshot, *, title: str = "batond", max_queries: int = 12) -> RenderableType:
+def render(
+    snapshot: BatchSnapshot, *, title: str = "batond", max_queries: int = 12, framed: bool = True
+) -> RenderableType:
     """Draws rows, the queries that own none, and the host pool.
 
     Args:
         snapshot: The batch.
         title: What stands at the top.
         max_queries: Most queries without a row to list; further ones are counted.
+        framed: Fill the terminal's width, in a frame; else take as much room as is needed.
     """
     busy = sum(1 for row in snapshot.rows if row.job_id)
     heading = f"{title}  step {snapshot.step}  rows {busy}/{len(snapshot.rows)}  columns {snapshot.columns}"
-    body = Group(_table(snapshot, max_queries), _footer(snapshot))
+    body = Group(_table(snapshot, max_queries, expand=framed), _footer(snapshot))
+    if not framed:
+        return Group(Text(heading), body)
     return Panel(body, title=Text(heading), title_align="left", border_style="dim")
 
 
-def _table(snapshot: BatchSnapshot, max_queries: int) -> Table:
-    table = Table(box=None, expand=True, pad_edge=False, header_style="dim")
+def _table(snapshot: BatchSnapshot, max_queries: int, *, expand: bool) -> Table:
+    table = Table(box=None, expand=expand, pad_edge=False, header_style="dim")
     table.add_column("row", justify="right", min_width=3)
     # The id gives way first where the terminal is narrow: a tenant knows its jobs by their first characters.
     table.add_column("query", no_wrap=True, overflow="ellipsis", ratio=1)

@@ -291,7 +291,7 @@ def list_jobs(
         for job in jobs:
             typer.echo(cli_output.to_json(job))
     else:
-        cli_print.console().print(cli_output.jobs_table(jobs))
+        cli_print.table(cli_output.jobs_table(jobs))
 
 
 @app.command()
@@ -361,7 +361,7 @@ def info(ctx: typer.Context, *, as_json: JsonOption = False) -> None:
     if as_json:
         typer.echo(cli_output.to_json(found))
     else:
-        cli_print.console().print(cli_output.info_table(found))
+        cli_print.table(cli_output.info_table(found))
 
 
 @app.command()
@@ -385,6 +385,7 @@ def top(
                 elif live is not None:
                     live.update(batch_view.render(snapshot, title=title), refresh=True)
                 else:
-                    console.print(batch_view.render(snapshot, title=title))
+                    framed = console.is_terminal
+                    cli_print.table(batch_view.render(snapshot, title=title, framed=framed))
                 if count == snapshots:
                     break

@@ -190,7 +190,7 @@ def _show(tenants: Iterable[TenantInfo], *, as_json: bool) -> None:
         table.add_column(name, no_wrap=name == "tenant")
     for one in tenants:
         table.add_row(*(Text(cell) for cell in _cells(one)))
-    cli_print.console().print(table)
+    cli_print.table(table)
 
 
 def _cells(one: TenantInfo) -> list[str]:

@@ -22,7 +22,7 @@ def daemons(ctx: typer.Context, *, as_json: JsonOption = False) -> None:
     with open_client(ctx) as client:
         found = client.daemons()
     if not as_json:
-        cli_print.console().print(_table(found))
+        cli_print.table(_table(found))
         return
     for one in found:
         typer.echo(cli_output.to_json(one))

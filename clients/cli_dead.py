@@ -35,6 +35,8 @@ def list_dead(
     """List dead jobs of all tenants, newest first, with the evidence."""
     with open_client(ctx) as client:
         found = list(islice(client.dead_jobs(page_size=min(limit, MOST_A_PAGE)), limit))
+    if not found and not as_json:
+        typer.echo("there are no dead jobs", err=True)
     for one in found:
         if as_json:
             typer.echo(cli_output.to_json(one))

@@ -14,6 +14,8 @@ from batond.clients.errors import CallCancelledError
 from batond.clients.model import Chunk, Finished, JobInfo
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from batond.clients.stream import JobStream
 
 
@@ -25,6 +27,18 @@ def console() -> Console:
     """Where tables go."""
     narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(highlight=False, soft_wrap=False, width=None if narrow else PIPE_COLUMNS)
+
+
+def table(drawn: RenderableType) -> None:
+    """Prints a table. In a pipe or a file nothing follows the last cell of a line: no padding to its edge."""
+    out = console()
+    if out.is_terminal:
+        out.print(drawn)
+        return
+    with out.capture() as captured:
+        out.print(drawn)
+    for line in captured.get().splitlines():
+        typer.echo(line.rstrip())
 
 
 def follow(stream: JobStream, *, as_json: bool, verbose: bool = False) -> None:
@@ -59,7 +73,7 @@ def show(job: JobInfo, *, as_json: bool) -> None:
     if as_json:
         typer.echo(cli_output.to_json(job))
         return
-    console().print(cli_output.job_table(job))
+    table(cli_output.job_table(job))
     _show_logprobs(job)
 
 
@@ -70,4 +84,4 @@ def brief(job: JobInfo, *, as_json: bool) -> None:
 
 def _show_logprobs(job: JobInfo) -> None:
     if job.prompt_logprobs or job.logprobs or any(choice.logprobs for choice in job.choices):
-        console().print(cli_output.logprobs_table(job))
+        table(cli_output.logprobs_table(job))

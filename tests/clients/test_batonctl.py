@@ -190,6 +190,23 @@ def test_ids_are_never_cut(batonctl: Callable[..., Result], monkeypatch: pytest.
     assert "…" not in batonctl("list").out
 
 
+@pytest.mark.parametrize(
+    "command", ["list", "get j", "info", "daemons", "tenant list", "top --snapshots 1"], ids=str.split
+)
+def test_no_line_of_a_table_in_a_pipe_ends_in_blanks(
+    daemon: Any, batonctl: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Nor is it as wide as the edge that a pipe doesn't have."""
+    batonctl("submit", "x", "--id", "j")
+    batonctl("tenant", "add", "red")
+    daemon.snapshots = [admin_pb2.BatchSnapshot(step=7, rows=[admin_pb2.RowSnapshot(row=0)])]
+    monkeypatch.delenv("COLUMNS")
+    lines = batonctl(*command.split()).out.splitlines()
+    assert lines
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert max(map(len, lines)) < 200
+
+
 def test_steering(daemon: Any, batonctl: Callable[..., Result]) -> None:
     batonctl("submit", "x", "--id", "j")
     assert batonctl("park", "j", "--tenant", "t0").out == "j parked\n"

@@ -132,7 +132,8 @@ def test_the_list_is_bounded_and_speaks_json(daemon: Any, batonctl: Run) -> None
     assert [json.loads(line)["name"] for line in out.splitlines()] == ["t0/j0", "t0/j1"]
     assert daemon.calls[-1][1].page_size == 2
     daemon.dead = []
-    assert batonctl("list") == (0, "", "")
+    assert batonctl("list") == (0, "", "there are no dead jobs\n")
+    assert batonctl("list", "--json") == (0, "", "")
 
 
 def test_one_is_retried_or_dropped(daemon: Any, batonctl: Run) -> None:
