@@ -29,6 +29,9 @@ from batond.policies.registry import check_configured, load_policy
 
 EXIT_CONFIG = 2
 TOKEN_BYTES = 32
+#: A plain hash is tried billions of times a second by who has it: 16 random bytes pass, in any notation.
+FEWEST_CHARS = 20
+FEWEST_DIFFERENT_CHARS = 8
 CONNECT_TIMEOUT_S = 3.0
 
 app = typer.Typer(
@@ -178,12 +181,24 @@ def _flags(  # noqa: PLR0917 - the two commands' own order
 
 
 @app.command("hash-token")
-def hash_token() -> None:
+def hash_token(
+    allow_weak: Annotated[  # noqa: FBT002 - typer wants a default
+        bool, typer.Option("--allow-weak", help="Hash a token that could be guessed, too: for trials alone.")
+    ] = False,
+) -> None:
     """Hash a token read from standard input; on a terminal, make a new one and show it once."""
     token = "" if sys.stdin.isatty() else sys.stdin.readline().strip()
     if not token:
         token = secrets.token_urlsafe(TOKEN_BYTES)
         typer.echo(f"token         {token}   (shown once: give it to the tenant)")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError("the token can't be sent in a call's metadata: take printable ASCII characters")
+    if not allow_weak and (len(token) < FEWEST_CHARS or len(set(token)) < FEWEST_DIFFERENT_CHARS):
+        raise ConfigError(
+            f"the token could be guessed: take at least {FEWEST_CHARS} characters,"
+            f" {FEWEST_DIFFERENT_CHARS} of them different, drawn at random; run on a terminal, this command"
+            " makes one"
+        )
     typer.echo(f"token_sha256  {hashlib.sha256(token.encode()).hexdigest()}")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import secrets
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -12,6 +15,7 @@ import pytest
 from batond.daemon import cli, config_load
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -119,3 +123,44 @@ def test_without_a_card_torch_is_not_read(check: list[str]) -> None:
     options = [*check[1:], "--set", "engine.host_pool_bytes=1MiB"]
     done = subprocess.run([sys.executable, "-c", command, *options], check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def hash_token(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs hash-token on what comes through a pipe."""
+
+    def run(token: str, *options: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["batond", "hash-token", *options])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{token}\n"))
+        return cli.run()
+
+    return run
+
+
+@pytest.mark.parametrize("token", ["a", "a" * 64, "password-1234567890"])
+def test_a_token_that_could_be_guessed_is_refused(
+    hash_token: Callable[..., int], capsys: pytest.CaptureFixture[str], token: str
+) -> None:
+    """Its hash is a plain one: what is short is tried out from it."""
+    assert hash_token(token) == cli.EXIT_CONFIG
+    captured = capsys.readouterr()
+    assert "the token could be guessed" in captured.err
+    assert not captured.out
+    assert hash_token(token, "--allow-weak") == 0
+    assert hashlib.sha256(token.encode()).hexdigest() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("draw", [secrets.token_hex, secrets.token_urlsafe])
+def test_a_random_token_is_hashed(
+    hash_token: Callable[..., int], capsys: pytest.CaptureFixture[str], draw: Callable[[int], str]
+) -> None:
+    token = draw(16)
+    assert hash_token(token) == 0
+    assert capsys.readouterr().out.split() == ["token_sha256", hashlib.sha256(token.encode()).hexdigest()]
+
+
+def test_a_token_that_no_call_could_carry_is_refused(
+    hash_token: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hash_token("ü" * 40, "--allow-weak") == cli.EXIT_CONFIG
+    assert "can't be sent" in capsys.readouterr().err
