@@ -226,8 +226,9 @@ class Preempted:
     """The job lost its row.
 
     Attributes:
-        reason: Why: "row" or "kv_bytes" (what a more urgent job needed), "row_limit", "manual" (an operator),
-            "engine_restart". Daemons newer than this client may know others.
+        reason: Why: "row" or "kv_bytes" (what a more urgent job needed), "row_limit", "kv_limit" (the
+            batch may hold less KV), "manual" (an operator), "engine_restart". Daemons
+            newer than this client may know others.
         kept: Whether its KV was kept; if not, it is computed again.
         choice: Which of its choices.
     """

@@ -527,6 +527,7 @@ class LocalEngine:
             chunk_tokens=self._step_tokens(),
             ready_limit=self._ready_limit,
             kv_free_bytes=free_bytes(line, self._kv_budget_bytes),
+            row_step_bytes=self.residency.batch.layout.record_bytes,
             host_free_bytes=self.residency.host_free_bytes,
             gate=self._gate,
             fixed_chunks=self.deterministic,
@@ -560,7 +561,7 @@ class LocalEngine:
         """Park the planned victims."""
         for order in orders:
             query = self.queries[order.query_id]
-            query.planner_parks += 1
+            query.planner_parks += order.preempts
             self._life.park(query, order.mode, cause=order.cause, for_query_id=order.for_query_id)
 
     def _give_rows(self, query_ids: Sequence[str], reasons: Mapping[str, str]) -> None:

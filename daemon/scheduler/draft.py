@@ -6,14 +6,20 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from batond.daemon.scheduler.claims import ends_with_prefill, has_host_copy, needed_bytes
+from batond.daemon.scheduler.claims import (
+    ends_with_prefill,
+    has_host_copy,
+    holds_device_bytes,
+    needed_bytes,
+)
 from batond.daemon.scheduler.lanes import Kind
-from batond.daemon.scheduler.plan import Chunk, ParkMode, ParkOrder, Plan
+from batond.daemon.scheduler.parks import Parks
+from batond.daemon.scheduler.plan import Chunk, Plan
 from batond.daemon.scheduler.victims import Choice, VictimPool
 from batond.policies.base import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from batond.daemon.scheduler.line import Line
     from batond.daemon.scheduler.plan import BatchView
@@ -38,6 +44,10 @@ class Draft:
 
     A strictly more urgent class than that of the first claim that lacks bytes may still pass it, but only on
     bytes that its own victims give back.
+
+    Promised is more than written. A budget that was lowered, or queries that outgrew their reserve, can leave
+    more promised than there is: then nobody new gets bytes, but nobody loses any before memory itself,
+    what is written with the tokens of this step, is over the budget.
     """
 
     def __init__(self, view: BatchView, line: Line) -> None:
@@ -45,10 +55,13 @@ class Draft:
         self._victims = VictimPool(line, view.now_s)
         self._free_rows = view.rows - len(line.running)
         self._free_bytes = math.inf if view.kv_free_bytes is None else view.kv_free_bytes
+        self._budget_bytes = self._free_bytes + line.taken_bytes
         self._earmarked_bytes: float = 0
-        # Reserved but not yet written: usable by chunks, which run before the rows are taken.
-        self._chunk_room_bytes = self._free_bytes + line.unwritten_bytes
-        self._host_bytes = 0 if view.recompute_only else view.host_free_bytes
+        # Reserved but not written by the end of this step: usable by chunks, which run before rows are taken.
+        self._chunk_room_bytes = (
+            self._free_bytes + line.unwritten_bytes - view.row_step_bytes * len(line.running)
+        )
+        self._spare_bytes = self._chunk_room_bytes  # The same once the rows are taken.
         self._chunk_tokens = math.inf if view.chunk_tokens is None else view.chunk_tokens
         self._ready = line.ready.copy()
         self._closed_order: float = math.inf
@@ -57,7 +70,9 @@ class Draft:
         self._came_free = False
         self._soon_free: int | None = None
         self._chunks: list[Chunk] = []
-        self._park: list[ParkOrder] = []
+        self._parks = Parks(view)
+        self._put_off: set[str] = set()
+        self._alone = False
         self._resume: list[str] = []
         self._admit: list[str] = []
         self._prefetch: list[str] = []
@@ -67,13 +82,13 @@ class Draft:
     @property
     def empty(self) -> bool:
         """Whether nothing was decided."""
-        return not (self._chunks or self._park or self._resume or self._admit)
+        return not (self._chunks or self._parks.orders or self._resume or self._admit)
 
     def finish(self) -> Plan:
         """Freeze what has been decided."""
         return Plan(
             chunks=tuple(self._chunks),
-            park=tuple(self._park),
+            park=tuple(self._parks.orders),
             resume=tuple(self._resume),
             admit=tuple(self._admit),
             prefetch=tuple(self._prefetch),
@@ -86,6 +101,36 @@ class Draft:
         if self._free_rows < 0:
             self._take_rows(self._victims.least_urgent(-self._free_rows), "row_limit", "")
 
+    def shed_bytes(self) -> None:
+        """Park the least urgent until what is written fits; neither quantum nor class protects them."""
+        if self._spare_bytes < 0:
+            self._shed(-self._spare_bytes, self._line.holders.values())
+
+    def serve_alone(self, query: QueryView, *, gated: bool = False) -> None:
+        """Serve a claim that lacks bytes, where nobody runs or can be served: one always advances.
+
+        What others hold without a row makes room first, as far as it is needed.
+
+        Args:
+            query: Not served yet.
+            gated: Rows are given out in groups.
+        """
+        writes = self._view.row_step_bytes
+        if query.to_prefill_tokens > 0:
+            writes += self._next_chunk(query)[1]
+        elif not holds_device_bytes(query):
+            writes += query.park_bytes
+        others = [one for one in self._line.holders.values() if one is not query]
+        if others and writes > self._spare_bytes:
+            self._shed(writes - self._spare_bytes, others, stays=query)
+            return
+        self._alone, self._free_bytes, self._chunk_room_bytes = True, math.inf, math.inf
+        self._blocked.pop(query.query_id, None)
+        if gated:
+            self.serve_group((query,), idle=True)
+        else:
+            self.serve(query, in_line=False)
+
     def serve(self, query: QueryView, *, in_line: bool = True) -> None:
         """Give one claim what it can get in this step.
 
@@ -93,8 +138,14 @@ class Draft:
             query: The next claim in order.
             in_line: Whether bytes stay reserved for it if it lacks some.
         """
+        if query.query_id in self._put_off:
+            return
         chunks = len(self._chunks)
-        if query.to_prefill_tokens > 0:
+        if query.reserved_bytes > self._budget_bytes and not self._alone:
+            # The budget is lower than it was: it waits for another one, or until it is alone. Nothing is kept
+            # for it, and it does not stop those behind it, who may fit.
+            self.block(query, "kv_bytes")
+        elif query.to_prefill_tokens > 0:
             self._serve_prefill(query, in_line=in_line)
         else:
             self._serve_row(query, in_line=in_line)
@@ -167,8 +218,7 @@ class Draft:
         self._reasons[query.query_id] = reason
         self._free_rows -= 1
         self._free_bytes -= needed_bytes(query)
-        if query.phase is Phase.READY:
-            self._ready[query.class_order] -= 1
+        self._count_ready(query)
         (self._resume if has_host_copy(query) else self._admit).append(query.query_id)
 
     def _room(self, query: QueryView, *, rows: int) -> Choice:
@@ -194,13 +244,30 @@ class Draft:
         self._victims.take(victims)
         self._came_free = True
         for victim in victims:
-            fits = not self._view.recompute_only and victim.park_bytes <= self._host_bytes
-            if fits:
-                self._host_bytes -= victim.park_bytes
-            mode = ParkMode.OFFLOAD if fits else ParkMode.RECOMPUTE
-            self._park.append(ParkOrder(victim.query_id, mode, cause, for_query_id))
+            self._parks.add(victim, cause, for_query_id)
             self._free_rows += 1
             self._free_bytes += victim.reserved_bytes
+            self._spare_bytes += victim.kv_bytes + self._view.row_step_bytes
+
+    def _shed(self, nbytes: float, rowless: Collection[QueryView], stays: QueryView | None = None) -> None:
+        """Park for the limit, with or without rows. What comes free is kept: they are not in line yet."""
+        victims = self._victims.over_limit(nbytes, rowless, self._view.row_step_bytes, stays)
+        self._take_rows([one for one in victims if one.phase is Phase.RUNNING], "kv_limit", "")
+        self._earmarked_bytes += sum(one.reserved_bytes for one in victims)
+        for victim in victims:
+            if victim.phase is Phase.RUNNING:
+                continue
+            self._parks.add(victim, "kv_limit")
+            self._put_off.add(victim.query_id)
+            self._blocked.pop(victim.query_id, None)
+            self._count_ready(victim)
+            self._free_bytes += victim.kv_bytes
+            self._spare_bytes += victim.kv_bytes
+
+    def _count_ready(self, query: QueryView) -> None:
+        """Note that a query is no longer prefilled and in line."""
+        if query.phase is Phase.READY and not query.held:
+            self._ready[query.class_order] -= 1
 
     def _hold_back(self, query: QueryView, reason: str, *, in_line: bool) -> None:
         self.block(query, reason)
@@ -221,7 +288,7 @@ class Draft:
             return
         if self._soon_free is None:
             ending = self._line.running.ending
-            self._soon_free = len(ending) - sum(order.query_id in ending for order in self._park)
+            self._soon_free = len(ending) - sum(order.query_id in ending for order in self._parks.orders)
         if self._soon_free == 0:
             return
         self._soon_free -= 1
@@ -288,7 +355,10 @@ class Draft:
     def _next_chunk(self, query: QueryView) -> tuple[int, int]:
         """Tokens of the next chunk, and an upper bound of the bytes it writes."""
         tokens = self._next_tokens(query)
-        return tokens, -(-max(0, needed_bytes(query)) * tokens // query.to_prefill_tokens)
+        # What is computed and not on the device, of a session or parked half done, comes with the first one.
+        comes = 0 if holds_device_bytes(query) else query.park_bytes
+        rest = max(0, needed_bytes(query) - comes)
+        return tokens, comes - (-rest * tokens // query.to_prefill_tokens)
 
     def _add_chunk(self, query: QueryView, tokens: int, nbytes: int) -> None:
         self._chunks.append(Chunk(query.query_id, tokens, last=tokens == query.to_prefill_tokens))
@@ -303,6 +373,8 @@ class Draft:
         for query in claims:
             if rows <= 0:
                 break
+            if query.query_id in self._put_off:
+                continue
             need = needed_bytes(query)
             if need > 0 and need > self._open_bytes():
                 self.block(query, "kv_bytes")

@@ -14,7 +14,7 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
-from batond.daemon.scheduler.claims import in_parked_line
+from batond.daemon.scheduler.claims import holds_device_bytes, in_parked_line
 from batond.daemon.scheduler.hints import speaks_for
 from batond.daemon.scheduler.lanes import UNTOUCHED, Kind, Lane, LineLane, RankedLane, kind_of
 from batond.daemon.scheduler.rows import Rows
@@ -51,6 +51,7 @@ class Line:
         running: Queries with a row.
         held: Queries parked by hand, by id.
         ready: Prefilled queries in line by class order.
+        holders: Queries that hold KV on the device without a row, by id.
         parked_bytes: The whole reserve of the parked queries in line.
         victim_bar: The policy's, if it has one that its `may_preempt` goes by; see `PreemptsByLevel`.
     """
@@ -58,6 +59,7 @@ class Line:
     def __init__(self, policy: Policy, view_of: ViewOf | None = None) -> None:
         self.running = Rows(view_of)
         self.held: dict[str, QueryView] = {}
+        self.holders: dict[str, QueryView] = {}
         self.ready: Counter[int] = Counter()
         self.parked_bytes = 0
         self._rowless: dict[str, QueryView] = {}
@@ -121,6 +123,8 @@ class Line:
             return
         self._rowless[query.query_id] = query
         self._count(query, 1)
+        if holds_device_bytes(query):
+            self.holders[query.query_id] = query
         if query.held:
             self.held[query.query_id] = query
         else:
@@ -134,6 +138,7 @@ class Line:
             return
         self._count(query, -1)
         self.held.pop(query_id, None)
+        self.holders.pop(query_id, None)
         self._pending.pop(query.seq, None)
         self._claims.pop(query.seq, None)
         self._rota.pop(query.seq, None)

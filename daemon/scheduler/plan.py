@@ -34,7 +34,9 @@ class BatchView:
         queries: Every live query, in any order; not looked at by a planner that is given a `Line`.
         chunk_tokens: Prompt tokens that may be computed in this step; None is no bound.
         ready_limit: How many prefilled queries may be kept ahead of free rows.
-        kv_free_bytes: Bytes the batch and the slices ahead of it may still take; None is no bound.
+        kv_free_bytes: Bytes the batch and the slices ahead of it may still take; None is no bound. Below zero
+            more is promised than there is.
+        row_step_bytes: Bytes that each row writes in this step, for its next token.
         host_free_bytes: Bytes free in the host pool.
         gate: See Gate.
         recompute_only: The model's KV can't be carried: every park is a recompute.
@@ -48,6 +50,7 @@ class BatchView:
     chunk_tokens: int | None = 256
     ready_limit: int = 1
     kv_free_bytes: int | None = None
+    row_step_bytes: int = 0
     host_free_bytes: int = 0
     gate: Gate = Gate.ITERATION
     recompute_only: bool = False
@@ -65,12 +68,17 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ParkOrder:
-    """Take the row of a query."""
+    """Take row and device memory of a query; only for "kv_limit" of one without a row."""
 
     query_id: str
     mode: ParkMode
-    cause: str  # "row", "kv_bytes" or "row_limit".
-    for_query_id: str  # Empty for "row_limit".
+    cause: str  # "row", "kv_bytes", "row_limit" or "kv_limit".
+    for_query_id: str  # Empty for the limits.
+
+    @property
+    def preempts(self) -> bool:
+        """Whether somebody else gets what is taken; only then it counts against the cap on parks."""
+        return bool(self.for_query_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,7 @@ class Plan:
 
     Attributes:
         chunks: Prefill work, most urgent first; the sum of tokens is within the budget.
-        park: Rows to take.
+        park: Rows to take, and slices without a row to put off.
         resume: Parked queries whose KV is in the host pool and that get a row, in order.
         admit: READY queries, and those whose last chunk is in `chunks`, that get a row, in order.
         prefetch: Parked queries to bring to the device ahead of a row that is about to come free, in order. A

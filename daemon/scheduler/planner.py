@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from batond.daemon.scheduler.rows import PlannerLimits
 
 if TYPE_CHECKING:
     from batond.daemon.scheduler.plan import BatchView, Plan
-    from batond.policies.base import Policy
+    from batond.policies.base import Policy, QueryView
 
 __all__ = ["Planner", "PlannerLimits"]
 
@@ -30,7 +31,7 @@ class Planner:
       and counts the bytes of parks under way as free.
     - A parked query without a copy of its KV shows `to_prefill_tokens` > 0 from the park on; while that is
       computed, its phase may be PARKED or PREFILLING, and it keeps `park_seq` until it has a row.
-    - `parks` counts pre-emptions, neither parks by hand nor those for a lowered row limit.
+    - `parks` counts pre-emptions (`ParkOrder.preempts`), neither parks by hand nor those for a lowered limit.
 
     Args:
         policy: Order and pre-emption.
@@ -68,11 +69,7 @@ class Planner:
         line.rank_by(self._policy)
         line.running.protect(self._limits)
         line.settle(view.now_s)
-        if view.gate is Gate.BATCH:
-            draft = self._draft(view, line)
-            draft.serve_group(Walk(line), idle=not line.running)
-        else:
-            draft = self._walk(view, line)
+        draft = self._group(view, line) if view.gate is Gate.BATCH else self._walk(view, line)
         for query in heapq.nsmallest(MAX_BLOCKED, line.held.values(), key=attrgetter("seq")):
             draft.block(query, "held")
         return draft.finish()
@@ -97,9 +94,25 @@ class Planner:
         draft = self._draft(view, line)
         for query in Walk(line):
             draft.serve(query, in_line=False)
+        if draft.empty:
+            draft.serve_alone(_first(line))
+        return draft
+
+    def _group(self, view: BatchView, line: Line) -> Draft:
+        draft = self._draft(view, line)
+        draft.serve_group(Walk(line), idle=not line.running)
+        if draft.empty and line.has_claims and not line.running:
+            draft.serve_alone(_first(line), gated=True)
         return draft
 
     def _draft(self, view: BatchView, line: Line) -> Draft:
         draft = Draft(view, line)
         draft.shed_rows()
+        draft.shed_bytes()
         return draft
+
+
+def _first(line: Line) -> QueryView:
+    """The first claim of those that hold bytes on the device, else of all."""
+    claims: list[QueryView] = [*Walk(line, kinds={Kind.BEGUN, Kind.DROPPED}), *islice(Walk(line), 1)]
+    return next((query for query in claims if holds_device_bytes(query)), claims[-1])

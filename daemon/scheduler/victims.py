@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from batond.daemon.scheduler.claims import in_parked_line
 from batond.daemon.scheduler.rows import Standing
+from batond.policies.base import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -65,6 +66,43 @@ class VictimPool:
         """The `count` least urgent queries, whatever protects them otherwise."""
         everybody = [self._rows.view(query_id) for query_id in self._rows if query_id not in self._taken]
         return tuple(sorted(everybody, key=self._urgency, reverse=True)[:count])
+
+    def over_limit(
+        self,
+        nbytes: float,
+        rowless: Iterable[QueryView],
+        row_step_bytes: int,
+        stays: QueryView | None = None,
+    ) -> tuple[QueryView, ...]:
+        """The least urgent whose KV makes up for `nbytes`, whatever protects them otherwise.
+
+        Args:
+            nbytes: What is too much at the end of this step.
+            rowless: Who holds KV without a row.
+            row_step_bytes: What a row writes in this step; spared too if it is taken.
+            stays: Who is not taken, for one must always advance. None is the most urgent that has a row, or
+                where nobody has, of those that hold KV.
+        """
+        running = [self._rows.view(query_id) for query_id in self._rows if query_id not in self._taken]
+        # Who is held by hand has no use for it, and goes first.
+        holders = sorted((*running, *rowless), key=lambda query: (query.held, self._urgency(query)))
+        stays = stays or min(running, key=self._urgency, default=holders[0] if holders else None)
+        holders = [query for query in reversed(holders) if query is not stays]
+        chosen: list[tuple[QueryView, int]] = []
+        freed_bytes = 0
+        for query in holders:
+            if freed_bytes >= nbytes:
+                break
+            gives = query.kv_bytes + (row_step_bytes if query.phase is Phase.RUNNING else 0)
+            chosen.append((query, gives))
+            freed_bytes += gives
+        needed = []
+        for query, gives in reversed(chosen):  # The most urgent first: who is not needed is spared.
+            if freed_bytes - gives >= nbytes:
+                freed_bytes -= gives
+            else:
+                needed.append(query)
+        return tuple(reversed(needed))
 
     def take(self, victims: Iterable[QueryView]) -> None:
         """Forget queries that are parked in this pass."""

@@ -38,6 +38,8 @@ class Query:
     Attributes:
         cached_tokens: Tokens whose KV exists.
         to_prefill_tokens: Tokens to compute before it can decode.
+        parks: How often it was parked.
+        preemptions: Those of them that count against the cap.
         progress_s: When it last got anywhere; its arrival at first.
         starved_s: Longest time it got nowhere.
         had_row: Its longest queue time does not count any more.
@@ -55,6 +57,7 @@ class Query:
     output_tokens: int = 0
     on_host: bool = False
     parks: int = 0
+    preemptions: int = 0
     since_admission_tokens: int = 0
     park_seq: int = 0
     first_token_s: float = math.nan
@@ -112,7 +115,7 @@ class Query:
             prefilled_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
             max_tokens=request.output_tokens,
-            parks=self.parks,
+            parks=self.preemptions,
             since_admission_tokens=self.since_admission_tokens,
             park_seq=self.park_seq,
             kv_bytes=0 if self.on_host else nbytes,
@@ -263,13 +266,16 @@ class Engine:
             chunk_tokens=chunk_tokens,
             ready_limit=self._setup.ready_limit,
             kv_free_bytes=budget - self._line.taken_bytes if budget else None,
+            row_step_bytes=self._costs.kv_token_bytes,
             host_free_bytes=self._host_bytes,
         )
         return self._planner.plan(view, self._line)
 
     def _compute(self, plan: Plan, computed: dict[str, tuple[int, int]]) -> float:
+        copied = 0
         for chunk in plan.chunks:
             query = self._queries[chunk.query_id]
+            copied += self._bring_back(query)
             query.cached_tokens += chunk.tokens
             query.to_prefill_tokens -= chunk.tokens
             if query.phase is Phase.WAITING:
@@ -278,15 +284,18 @@ class Engine:
                 query.phase = Phase.READY
                 query.output_tokens += 1
             computed[chunk.query_id] = (chunk.tokens, int(chunk.last))
-        return self._costs.prompts_s(sum(chunk.tokens for chunk in plan.chunks))
+        prompts_s = self._costs.prompts_s(sum(chunk.tokens for chunk in plan.chunks))
+        return prompts_s + copied * self._costs.park_byte_s
 
     def _take_rows(self, plan: Plan) -> float:
         copied = 0
         for order in plan.park:
-            query = self._running.pop(order.query_id)
+            query = self._queries[order.query_id]
+            self._running.pop(order.query_id, None)  # A slice without a row may be put off as well.
             nbytes = query.cached_tokens * self._costs.kv_token_bytes
-            query.phase, query.park_seq = Phase.PARKED, next(self._park_seqs)
+            query.phase, query.park_seq = Phase.PARKED, query.park_seq or next(self._park_seqs)
             query.parks += 1
+            query.preemptions += order.preempts
             self.usage.parks += 1
             if order.mode is ParkMode.OFFLOAD:
                 query.on_host = True
@@ -303,15 +312,20 @@ class Engine:
         copied = 0
         for query_id in (*plan.resume, *plan.admit):
             query = self._queries[query_id]
-            if query.on_host:
-                nbytes = query.cached_tokens * self._costs.kv_token_bytes
-                query.on_host = False
-                self._host_bytes += nbytes
-                copied += nbytes
+            copied += self._bring_back(query)
             query.phase, query.park_seq, query.since_admission_tokens = Phase.RUNNING, 0, 0
             query.had_row = True
             self._running[query_id] = query
         return copied * self._costs.park_byte_s
+
+    def _bring_back(self, query: Query) -> int:
+        """Bytes copied back from the host, if any."""
+        if not query.on_host:
+            return 0
+        nbytes = query.cached_tokens * self._costs.kv_token_bytes
+        query.on_host = False
+        self._host_bytes += nbytes
+        return nbytes
 
     def _leap(self, cached_tokens: int, until_s: float) -> int:
         """Decode steps until an end, an arrival, or something the planner could decide."""

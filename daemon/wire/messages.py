@@ -54,6 +54,7 @@ class ParkCause(enum.StrEnum):
     ROW = "row"  # a more urgent query needed a row
     KV_BYTES = "kv_bytes"  # a more urgent query needed memory of the batch
     ROW_LIMIT = "row_limit"  # fewer rows may be used
+    KV_LIMIT = "kv_limit"  # the batch may hold less KV than it does
     MANUAL = "manual"  # an operator asked
     ENGINE_RESTART = "engine_restart"  # the engine died; said by the front
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batond.daemon.scheduler.claims import ends_with_prefill, needed_bytes
+from batond.daemon.scheduler.claims import ends_with_prefill, holds_device_bytes, needed_bytes
 from batond.daemon.scheduler.plan import BatchView, Gate, ParkMode, Plan
 from batond.daemon.scheduler.planner import Planner, PlannerLimits
 from batond.policies.base import Phase, QueryView
@@ -145,8 +145,9 @@ def check(view: BatchView, plan: Plan, policy: Policy, limits: PlannerLimits) ->
     assert max(Counter(parked + given).values(), default=1) == 1, "S4: a query is in two lists"
     assert max(Counter(chunk.query_id for chunk in plan.chunks).values(), default=1) == 1
     check_chunks(view, plan, by_id)
-    for query_id in parked:
-        assert by_id[query_id].phase is Phase.RUNNING
+    check_limit(view, plan, by_id)
+    for order in plan.park:
+        assert by_id[order.query_id].phase is Phase.RUNNING or order.cause == "kv_limit"
     for query_id in plan.resume:
         query = by_id[query_id]
         assert query.phase is Phase.PARKED
@@ -160,11 +161,46 @@ def check(view: BatchView, plan: Plan, policy: Policy, limits: PlannerLimits) ->
     running = sum(query.phase is Phase.RUNNING for query in view.queries)
     assert running - len(parked) + len(given) <= max(view.rows, 0)
     need = sum(max(0, needed_bytes(by_id[query_id])) for query_id in given)
-    if view.kv_free_bytes is not None and need:
-        assert need <= view.kv_free_bytes + sum(by_id[query_id].reserved_bytes for query_id in parked)
+    if view.kv_free_bytes is not None and need and not is_alone(view, plan):
+        assert need <= view.kv_free_bytes + sum(taken_bytes(by_id[query_id]) for query_id in parked)
     check_parks(view, plan, by_id, policy, limits)
     assert len(plan.blocked) <= 8
-    assert not set(plan.blocked) & (set(given) | set(parked))
+    blocked = {query_id for query_id, reason in plan.blocked.items() if reason != "held"}
+    assert not blocked & (set(given) | set(parked))
+
+
+def taken_bytes(query: QueryView) -> int:
+    """What a query is counted for in `kv_free_bytes`."""
+    return query.reserved_bytes if query.phase is Phase.RUNNING else query.kv_bytes
+
+
+def is_alone(view: BatchView, plan: Plan) -> bool:
+    """Whether a plan serves one query where nobody runs: it may go over the budget (rule 7)."""
+    served = {*(chunk.query_id for chunk in plan.chunks), *plan.resume, *plan.admit}
+    idle = not any(query.phase is Phase.RUNNING for query in view.queries)
+    return idle and len(served) == 1 and not plan.park
+
+
+def check_limit(view: BatchView, plan: Plan, by_id: dict[str, QueryView]) -> None:
+    """Assert that bytes above the budget are given back, no query for nothing, and that one is left."""
+    shed = [by_id[order.query_id] for order in plan.park if order.cause == "kv_limit"]
+    if view.kv_free_bytes is None:
+        assert not shed
+        return
+    budget = view.kv_free_bytes + sum(map(taken_bytes, view.queries))
+    gone = {order.query_id for order in plan.park if order.cause in {"row_limit", "kv_limit"}}
+    left = [query for query in view.queries if query.query_id not in gone and holds_device_bytes(query)]
+    running = [query for query in left if query.phase is Phase.RUNNING]
+    written = sum(query.kv_bytes for query in left) + view.row_step_bytes * len(running)
+    assert written <= budget or len(left) <= 1 or len(running) == 1
+    if any(query.phase is Phase.RUNNING for query in shed):
+        assert running, "the last running query was parked for the limit"
+    if running:  # Where nobody ran, a single one may have got more than there is.
+        for query in shed:
+            step = view.row_step_bytes if query.phase is Phase.RUNNING else 0
+            assert written + query.kv_bytes + step > budget, f"{query.query_id} was parked for nothing"
+    if shed:
+        assert not plan.chunks, "chunks come before parks, and there is no room"
 
 
 def check_chunks(view: BatchView, plan: Plan, by_id: dict[str, QueryView]) -> None:
@@ -183,7 +219,7 @@ def check_chunks(view: BatchView, plan: Plan, by_id: dict[str, QueryView]) -> No
         written += chunk.tokens
     if view.chunk_tokens is not None:
         assert written <= view.chunk_tokens
-    if view.kv_free_bytes is not None and written:
+    if view.kv_free_bytes is not None and written and not is_alone(view, plan):
         running = [query for query in view.queries if query.phase is Phase.RUNNING]
         # Here a token is a byte.
         assert written <= view.kv_free_bytes + sum(query.reserved_bytes - query.kv_bytes for query in running)
@@ -200,9 +236,11 @@ def check_parks(
         fits = victim.park_bytes <= host_bytes and not view.recompute_only
         assert order.mode is (ParkMode.OFFLOAD if fits else ParkMode.RECOMPUTE)
         host_bytes -= victim.park_bytes if fits else 0
-        if order.cause == "row_limit":
+        if order.cause in {"row_limit", "kv_limit"}:
             assert order.for_query_id == ""
+            assert not order.preempts
             continue
+        assert order.preempts
         newcomer = by_id[order.for_query_id]
         assert view.gate is Gate.ITERATION
         assert order.cause in {"row", "kv_bytes"}
@@ -221,7 +259,7 @@ class FakeQuery:
     view: QueryView
     cached_tokens: int = 0
     in_host_pool: bool = False
-    forced: bool = False
+    limit_parks: int = 0
     history: list[str] = field(default_factory=list)
     computed_prompt_tokens: int = 0
     first_row_step: int | None = None
@@ -255,6 +293,7 @@ class FakeEngine:
         self.steps = 0
         self.park_count = 0
         self.idle_row_steps = 0
+        self.written_bytes = 0
         self.submitted = 0
         self._park_seq = count(1)
 
@@ -300,6 +339,7 @@ class FakeEngine:
             queries=queries,
             kv_free_bytes=free,
             host_free_bytes=self.host_bytes - used,
+            row_step_bytes=1,
             **self.fields,
         )
 
@@ -312,7 +352,7 @@ class FakeEngine:
         waiting = any(query.phase is not Phase.RUNNING and not query.held for query in view.queries)
         self._do_chunks(plan)
         for order in plan.park:
-            self._park(order.query_id, order.mode, planner=order.cause != "row_limit")
+            self._park(order.query_id, order.mode, order.cause, planner=order.preempts)
         for query_id in (*plan.resume, *plan.admit):
             self._give_row(query_id)
         rows = [query for query in self.live.values() if query.view.phase is Phase.RUNNING]
@@ -320,6 +360,8 @@ class FakeEngine:
             self.idle_row_steps += self.rows - len(rows)
         for query in rows:
             query.cached_tokens += 1
+        self._check_written()
+        for query in rows:
             self._emit(query, since_admission_tokens=query.view.since_admission_tokens + 1)
         for query_id, tokens in before.items():
             one = 0 if query_id in {order.query_id for order in plan.park} else 1
@@ -328,6 +370,12 @@ class FakeEngine:
         self.steps += 1
         self.now_s += self.step_s
         return plan
+
+    def _check_written(self) -> None:
+        """Assert that memory holds what it may at the end of a step; a single query may go beyond."""
+        holders = [query for query in self.live.values() if query.cached_tokens and not query.in_host_pool]
+        self.written_bytes = sum(query.cached_tokens for query in holders)
+        assert self.kv_bytes is None or self.written_bytes <= self.kv_bytes or len(holders) <= 1
 
     def run(self, most_steps: int) -> None:
         """Step until all are finished; fails if it takes longer."""
@@ -341,7 +389,7 @@ class FakeEngine:
         """Park by hand, as the engine does on request."""
         query = self.live[query_id]
         if query.view.phase is Phase.RUNNING:
-            self._park(query_id, ParkMode.OFFLOAD, planner=False)
+            self._park(query_id, ParkMode.OFFLOAD, "manual", planner=False)
         query.view = replace(query.view, held=True)
 
     def release(self, query_id: str) -> None:
@@ -359,6 +407,7 @@ class FakeEngine:
     def _do_chunks(self, plan: Plan) -> None:
         for chunk in plan.chunks:
             query = self.live[chunk.query_id]
+            query.in_host_pool = False
             query.computed_prompt_tokens += chunk.tokens
             query.cached_tokens += chunk.tokens
             parked = query.view.phase is Phase.PARKED
@@ -374,22 +423,27 @@ class FakeEngine:
                 query.view = replace(query.view, phase=Phase.READY)
                 self._emit(query)
 
-    def _park(self, query_id: str, mode: ParkMode, *, planner: bool) -> None:
+    def _park(self, query_id: str, mode: ParkMode, cause: str, *, planner: bool) -> None:
         query = self.live[query_id]
-        assert query.view.phase is Phase.RUNNING
+        assert query.cached_tokens
         self.park_count += planner
         query.history.append(f"park:{mode.value}")
+        query.limit_parks += cause == "kv_limit"
         query.in_host_pool = mode is ParkMode.OFFLOAD
         if mode is ParkMode.RECOMPUTE:
             query.cached_tokens = 0
         view = query.view
+        to_prefill = view.to_prefill_tokens
+        if not query.in_host_pool:
+            to_prefill = view.prompt_tokens + view.output_tokens
         query.view = replace(
             view,
             phase=Phase.PARKED,
-            park_seq=next(self._park_seq),
+            park_seq=view.park_seq or next(self._park_seq),
             parks=view.parks + planner,
+            prefilled_tokens=query.cached_tokens,
             kv_bytes=0,
-            to_prefill_tokens=0 if query.in_host_pool else view.prompt_tokens + view.output_tokens,
+            to_prefill_tokens=to_prefill,
         )
 
     def _give_row(self, query_id: str) -> None:

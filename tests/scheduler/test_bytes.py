@@ -119,7 +119,7 @@ def test_head_of_the_line_is_not_overtaken_by_smaller_ones(plan: Planning, views
 
 def test_smaller_query_does_not_overtake_by_preempting(plan: Planning, views: Views) -> None:
     low = views.running("batch", reserved_bytes=100)
-    big = views.ready("interactive", reserved_bytes=5000)
+    big = views.ready("interactive", reserved_bytes=120)
     result = plan(4, low, big, views.ready("interactive"), views.ready("standard"), kv_free_bytes=0)
     assert result.empty
 

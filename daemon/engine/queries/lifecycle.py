@@ -83,13 +83,17 @@ class Lifecycle:
             self._emit(Resumed(query_id=query.query_id, row=row, reason=reason))
 
     def park(self, query: Query, mode: ParkMode, *, cause: str, for_query_id: str = "") -> None:
-        """Take the query's row and device memory; keep its work in the host pool if it fits."""
+        """Take the query's row and device memory; keep its work in the host pool if it fits.
+
+        One that was parked before, and whose KV is computed again, keeps its place in the line.
+        """
         self._roster.note(query)
         kept_bytes = self._residency.vacate(query, mode)
         self._sampler.forget(query)
-        query.transition(QueryState.PARKED)
+        if query.state is not QueryState.PARKED:
+            query.transition(QueryState.PARKED)
+            query.park_seq = next(self._parks)
         query.parks += 1
-        query.park_seq = next(self._parks)
         self.counters["parks"] += 1
         self.counters[f"parks_for_{cause}"] += 1
         self.counters["parked_bytes"] += kept_bytes or 0

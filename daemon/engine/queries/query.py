@@ -66,7 +66,7 @@ class Query:
         finish_reason: Set when it ended.
         error: (reason, message) if it failed.
         parks: How often it was parked, by whomever.
-        planner_parks: Those of them that count against the cap.
+        planner_parks: Those of them that count against the cap: somebody else got what was taken.
         recomputed_tokens: Tokens whose KV had to be computed again.
         row: Its row while RUNNING.
         last_row: The row it had before; a resumed query is placed elsewhere where possible.
