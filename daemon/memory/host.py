@@ -144,6 +144,19 @@ def cgroup_free_bytes(root: Path = Path("/")) -> int | None:
     return max(min(free), 0) if free else None
 
 
+def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
+    """The tightest limit that a control group sets this process, whatever is used of it.
+
+    Args:
+        root: Of the file system.
+
+    Returns:
+        The least over the group and all its parents; None without limit.
+    """
+    limits = (_cgroup_limit(folder, version) for folder, version in _cgroup_folders(root))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def memlock_free_bytes(
     root: Path = Path("/"),
     getrlimit: Callable[[int], tuple[int, int]] = resource.getrlimit,

@@ -13,6 +13,7 @@ from batond.daemon.memory.host import (
     HostLimits,
     auto_host_pool_bytes,
     cgroup_free_bytes,
+    cgroup_limit_bytes,
     check_host_pool,
     memlock_free_bytes,
     read_limits,
@@ -25,20 +26,6 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 MIB = 1 << 20
 V1_UNLIMITED = "9223372036854771712"
-
-
-@pytest.fixture
-def system(tmp_path: Path) -> Callable[[dict[str, str]], Path]:
-    """Return a function that writes files below an empty root."""
-
-    def write(files: dict[str, str]) -> Path:
-        for name, text in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n")
-        return tmp_path
-
-    return write
 
 
 def limits(
@@ -113,6 +100,7 @@ def test_v2_takes_the_tightest_parent_and_spares_droppable_cache(
         }
     )
     assert cgroup_free_bytes(root) == 500 * MIB
+    assert cgroup_limit_bytes(root) == 1000 * MIB
 
 
 def test_v2_throttling_limit_counts(system: Callable[[dict[str, str]], Path]) -> None:
@@ -187,6 +175,7 @@ def test_overdrawn_group_leaves_nothing(system: Callable[[dict[str, str]], Path]
 )
 def test_no_limit_is_none(system: Callable[[dict[str, str]], Path], files: dict[str, str]) -> None:
     assert cgroup_free_bytes(system(files)) is None
+    assert cgroup_limit_bytes(system(files)) in {None, 77}
 
 
 def test_memlock(system: Callable[[dict[str, str]], Path]) -> None:
