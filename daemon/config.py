@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from batond.daemon.config_base import Number, Seconds, Section, StringList, parse_json, split_address
+from batond.daemon.config_memory import MemoryConfig
 from batond.daemon.config_queue import QueueSettings
 from batond.daemon.config_tenants import TenantConfig, check_tenants
 from batond.daemon.requests.params import MAX_N
@@ -275,6 +276,7 @@ class Settings(BaseSettings):
     tls: TlsSettings = Field(default_factory=TlsSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
     queue: QueueSettings = Field(default_factory=QueueSettings)
     service: ServiceSettings = Field(default_factory=ServiceSettings)
     log: LogSettings = Field(default_factory=LogSettings)

@@ -29,13 +29,15 @@ from pydantic_settings.exceptions import SettingsError
 from batond.daemon.config import ENV_PREFIX, Settings
 from batond.daemon.errors import ConfigError
 from batond.daemon.packaged import packaged_files
-from batond.daemon.wire.settings import EngineSettings
+from batond.daemon.wire.settings import EngineSettings, MemorySettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
     from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+    from batond.daemon.config_memory import MemoryConfig
 
 DEFAULT_FILE: Final = Path("/etc/batond/batond.toml")
 CREDENTIAL_PREFIX: Final = "batond."
@@ -183,7 +185,19 @@ def engine_settings(settings: Settings) -> EngineSettings:
         graphs=engine.graphs,
         compiled=engine.compiled,
         threads=engine.threads,
+        memory=_memory_settings(settings.memory),
         classes=tuple(settings.sla_classes),
+    )
+
+
+def _memory_settings(memory: MemoryConfig) -> MemorySettings:
+    return MemorySettings(
+        governor=memory.governor,
+        low_watermark=memory.low_watermark,
+        high_watermark=memory.high_watermark,
+        critical_watermark=memory.critical_watermark,
+        reserve_bytes=-1 if memory.reserve == "auto" else int(memory.reserve),
+        sample_ms=memory.sample_ms,
     )
 
 

@@ -63,7 +63,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from batond.daemon.engine.governing import Governing
     from batond.daemon.engine.proof.serving import Serving
+    from batond.daemon.memory.governor import MemoryStatus
     from batond.daemon.scheduler.plan import ParkOrder, Plan
     from batond.daemon.wire.messages import QueryEvent, Snapshot
     from batond.policies.base import Policy
@@ -104,6 +106,7 @@ class LocalEngine:
         session_bytes: Most bytes of the host pool for slices of finished turns, which give way to parked
             queries; None is a quarter of the pool, 0 keeps none.
         session_ttl_s: A session unused for so long is dropped.
+        governor: Sets rows and bytes of KV in each step by what memory there is; the engine closes it.
         poison: Fill given-back host memory with NaN patterns (tests).
 
     Attributes:
@@ -146,6 +149,7 @@ class LocalEngine:
         compiled: bool = True,
         session_bytes: int | None = None,
         session_ttl_s: float = DEFAULT_TTL_S,
+        governor: Governing | None = None,
         poison: bool = False,
     ) -> None:
         _check_arguments(
@@ -229,6 +233,9 @@ class LocalEngine:
         )
         self._arrivals, self._stalled_steps = itertools.count(1), 0
         self.on_plan: Callable[[Plan], None] | None = None
+        self._governor = governor
+        if governor is not None:
+            governor.attach(serving.batch, serving.batch.layout.nbytes(self.max_query_tokens))
 
     def _note_serving(
         self, serving: Serving, max_query_tokens: int | None, chunk_tokens: int | Literal["auto"] | None
@@ -466,8 +473,26 @@ class LocalEngine:
         for query in list(self.queries.values()):
             self.cancel(query)
         self.residency.sessions.clear()
+        if self._governor is not None:
+            self._governor.close()
         self.residency.store.close()
         self.residency.store.pool.close()
+
+    @property
+    def memory_status(self) -> MemoryStatus | None:
+        """What the memory governor makes of its readings; None without one, or while it is off."""
+        return None if self._governor is None else self._governor.status
+
+    @property
+    def tend_every_s(self) -> float:
+        """How often an idle engine wants `tend`; infinity is never."""
+        return self._governor.wait_s if self._governor is not None and self._governor.on else math.inf
+
+    def tend(self) -> None:
+        """What an idle engine does: takes in copies, drops old sessions, gives memory to neighbours."""
+        self.residency.settle()
+        self.residency.sessions.expire()
+        self._limits()
 
     def snapshot(self) -> Snapshot:
         """The batch as it stands."""
@@ -520,14 +545,15 @@ class LocalEngine:
         """Ask the planner; nothing changes but what is known of sessions."""
         self.residency.sessions.expire()
         line = self._roster.refresh()
+        rows, kv_budget_bytes = self._limits()
         view = BatchView(
             now_s=time.monotonic(),
-            rows=self.rows,
+            rows=rows,
             queries=(),
             chunk_tokens=self._step_tokens(),
             ready_limit=self._ready_limit,
-            kv_free_bytes=free_bytes(line, self._kv_budget_bytes),
             row_step_bytes=self.residency.batch.layout.record_bytes,
+            kv_free_bytes=free_bytes(line, kv_budget_bytes),
             host_free_bytes=self.residency.host_free_bytes,
             gate=self._gate,
             fixed_chunks=self.deterministic,
@@ -535,6 +561,26 @@ class LocalEngine:
         plan = self._roster.plan(view)
         self._note_reasons(plan)
         return plan
+
+    def _limits(self) -> tuple[int, int | None]:
+        """Rows, and bytes of KV (None is no bound), that the batch may take now."""
+        if self._governor is None:
+            return self.rows, self._kv_budget_bytes
+        running = sum(owner is not None for owner in self.residency.by_row)
+        limits = self._governor.limits(running, self._least_bytes)
+        if limits is None:
+            return self.rows, self._kv_budget_bytes
+        budgets = (self._kv_budget_bytes, limits.kv_budget_bytes)
+        return limits.rows, min((budget for budget in budgets if budget is not None), default=None)
+
+    def _least_bytes(self) -> int:
+        """KV that one query needs to come to its end: of those with a row, or else of all, the largest."""
+        layout = self.residency.batch.layout
+        queries = [query for _, query in self.residency.occupied] or self.queries.values()
+        return max(
+            (layout.nbytes(len(query.prompt_token_ids) + query.sampling.max_tokens) for query in queries),
+            default=0,
+        )
 
     def _step_tokens(self) -> int | None:
         """Prompt tokens that the next step may compute; None is no bound."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from batond.daemon.devices import chosen_device
+from batond.daemon.engine.governing import make_governing
 from batond.daemon.engine.local import LocalEngine
 from batond.daemon.engine.model.causal import load_model
 from batond.daemon.errors import BatondError, NotFoundError
@@ -84,19 +85,19 @@ class EngineProcess:
         self._sent_s = 0.0
         self._snapshot_s = 0.0
         self._begun: set[str] = set()
+        self._idle_wait_s = min(HEARTBEAT_S, engine.tend_every_s)
         engine.on_event = self._events.append
         engine.on_plan = self._begin
 
     def run(self) -> None:
         """Step until the front says stop or is gone."""
         while not self._stopping:
-            for command in self._channel.poll(0.0 if self._engine.busy else HEARTBEAT_S):
+            for command in self._channel.poll(0.0 if self._engine.busy else self._idle_wait_s):
                 self._apply(command)
             if self._engine.busy:
                 self._engine.step()
             else:
-                self._engine.residency.settle()
-                self._engine.residency.sessions.expire()
+                self._engine.tend()
             self._report()
 
     def _begin(self, plan: Plan) -> None:
@@ -216,6 +217,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         pool_bytes = auto_host_pool_bytes(pin=pin)
     else:
         check_host_pool(pool_bytes, pin=pin)
+    governor = make_governing(settings.memory, device)
     model, tokenizer = load_model(
         settings.model_path, dtype=settings.dtype, device=device, threads=settings.threads or None
     )
@@ -239,6 +241,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         limits=PlannerLimits(quantum_tokens=settings.quantum_tokens, max_parks=settings.max_parks),
         session_bytes=None if settings.session_bytes < 0 else settings.session_bytes,
         session_ttl_s=settings.session_ttl_s,
+        governor=governor,
     )
 
 

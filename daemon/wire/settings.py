@@ -12,6 +12,26 @@ import msgspec
 from batond.policies.classes import DEFAULT_CLASSES, SlaClass
 
 
+class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the memory governor is told; see `daemon/memory/governor.py`.
+
+    Attributes:
+        governor: "auto" is on where the device is a card, NVML answers and the batch can give memory back.
+        low_watermark: Part of the memory in use, by whomever, below which the batch may take more.
+        high_watermark: Above this it gives back.
+        critical_watermark: Above this nothing new begins.
+        reserve_bytes: Kept free for prompts; -1 learns it from peaks ("auto").
+        sample_ms: Between two readings.
+    """
+
+    governor: Literal["auto", "on", "off"] = "auto"
+    low_watermark: float = 0.87
+    high_watermark: float = 0.92
+    critical_watermark: float = 0.97
+    reserve_bytes: int = -1
+    sample_ms: int = 50
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the engine process needs to start.
 
@@ -40,6 +60,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         graphs: Capture the decode step on a card; needs the kernels.
         compiled: Compile the small parts of captured steps.
         threads: CPU threads of torch; 0 keeps torch's choice.
+        memory: What the memory governor is told.
         classes: The SLA classes.
     """
 
@@ -66,4 +87,5 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     graphs: bool = True
     compiled: bool = True
     threads: int = 0
+    memory: MemorySettings = MemorySettings()
     classes: tuple[SlaClass, ...] = DEFAULT_CLASSES

@@ -19,6 +19,7 @@ SECTIONS = (
     "server",
     "model",
     "engine",
+    "memory",
     "queue",
     "service",
     "log",
@@ -46,6 +47,10 @@ KEYS = (
     "order",
     "chunk_tokens",
     "host_pool_bytes",
+    "governor",
+    "low_watermark",
+    "reserve",
+    "sample_ms",
     "x",
 )
 VALUES = (
