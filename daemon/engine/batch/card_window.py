@@ -163,7 +163,7 @@ class CardWindow:
             0 <= offset < self._record_bytes
             and states.shape[:1] + states.shape[2:3] == (self._rows, self.capacity)
             and states.stride(2) * item == self._record_bytes
-            and states.stride(0) * item == self._record_bytes * self.capacity
+            and (self._rows == 1 or states.stride(0) * item == self._storage.stride(0))
             and states.stride(3) == 1
         )
 

@@ -9,7 +9,8 @@ One step writes one new column for all rows: column = step mod capacity. Every r
 the cursor, and a row of n tokens owns the n columns that end there. Keys carry their positions already and
 attention does not care about the order in which keys are stored, so wrapping is free. Releasing costs nothing
 either: a column is reusable as soon as no row's range covers it, which a capacity of the longest query
-guarantees.
+guarantees. What memory stands behind the columns is the arena's business (`arenas/`): it is told of every
+column before that is written, and of every row that comes free.
 
     storage[row, column]   one record: all layers' keys and values of one token, see `model/layout.py`
     state[row]             what doesn't grow with tokens
@@ -21,11 +22,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batond.daemon.engine.batch.arenas.arena import ArenaShape, NewArena
+from batond.daemon.engine.batch.arenas.choice import auto_arena
 from batond.daemon.engine.batch.card_steps import NO_CARD, RING_RECIPE, CardSteps, CardUse
 from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, active_window, ignored_arguments
 from batond.daemon.engine.batch.ring_cache import ring_cache
 from batond.daemon.engine.batch.ring_window import RingWindow, ranges_up_to
-from batond.daemon.memory.use import ArenaUse
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 
     from batond.daemon.engine.model.causal import CausalModel
     from batond.daemon.engine.model.layout import RecordLayout
+    from batond.daemon.memory.use import ArenaUse
+
+#: How many steps before a row needs a page it is asked for. A step takes milliseconds, and 64 pages about two.
+_EXPECT_STEPS = 2
 
 
 class RingBatch:
@@ -46,6 +52,7 @@ class RingBatch:
         row_by_row: Attend to every row by itself: slower, and no bit of a row depends on its mates. Kernels
             do so anyhow.
         card: What of a card to use.
+        new_arena: Makes the storage of its records.
 
     Attributes:
         likeliest: See `Batch`.
@@ -66,6 +73,7 @@ class RingBatch:
         *,
         row_by_row: bool = False,
         card: CardUse = NO_CARD,
+        new_arena: NewArena = auto_arena,
     ) -> None:
         self.rows = rows
         self.layout = layout
@@ -73,10 +81,10 @@ class RingBatch:
         self.capacity = capacity
         self._model = model
         self._row_by_row, self.card = row_by_row, card
-        # Zeroed pages are committed by the system when they are first written.
-        self._storage = torch.zeros(
-            rows, capacity, layout.record_bytes, dtype=torch.uint8, device=model.device
-        )
+        self._new_arena = new_arena
+        self._arena = new_arena(ArenaShape(rows, capacity, layout.record_bytes), model.device)
+        self._storage = self._arena.tensor
+        self._held_columns = [0] * rows  # Committed, counted from the row's oldest.
         self._state = torch.zeros(rows, layout.state_bytes, dtype=torch.uint8, device=model.device)
         self._lengths = [0] * rows
         self._cursor = -1  # Newest column; -1 before the first.
@@ -99,6 +107,7 @@ class RingBatch:
             self.capacity,
             row_by_row=self._row_by_row,
             card=self.card,
+            new_arena=self._new_arena,
         )
 
     @property
@@ -114,7 +123,7 @@ class RingBatch:
     @property
     def remark(self) -> str:
         """What an operator should know of how it decodes, in words; "" if there is nothing."""
-        return self._on_card.remark if self._on_card is not None else ""
+        return (self._on_card.remark if self._on_card is not None else "") + self._arena.remark
 
     @property
     def columns(self) -> int:
@@ -128,14 +137,16 @@ class RingBatch:
 
     @property
     def memory(self) -> ArenaUse:
-        """What its storage takes."""
-        nbytes = self._storage.nbytes
-        return ArenaUse(nbytes, 0, nbytes, elastic=False)
+        """What its records take."""
+        return self._arena.use
 
-    @staticmethod
-    def trim(keep_bytes: int = 0) -> int:  # noqa: ARG004 - the protocol's
-        """Nothing is pooled here."""
-        return 0
+    def trim(self, keep_bytes: int = 0) -> int:
+        """Give pooled memory back to the system."""
+        return self._arena.trim(keep_bytes)
+
+    def close(self) -> None:
+        """Give all memory back; the batch can't be used afterwards."""
+        self._arena.close()
 
     def embed(self, row: int, kv: KVSlice) -> None:
         """Write a slice into an idle row so that it ends at the cursor: one or two plain copies."""
@@ -145,14 +156,27 @@ class RingBatch:
             raise RuntimeError(
                 f"{kv.n_tokens} tokens leave no column for the next in a ring of {self.capacity}"
             )
-        if not any(self._lengths):
-            self._cursor = kv.n_tokens - 1  # An empty ring starts anew: the same pages are used again.
+        # An empty ring starts anew: the same pages are used again.
+        cursor = self._cursor if any(self._lengths) else kv.n_tokens - 1
+        ranges = ranges_up_to(cursor, kv.n_tokens, self.capacity)
+        try:
+            behind = self._write(row, ranges, kv)
+        except BaseException:
+            self._arena.release(row, ranges)
+            raise
+        self._cursor, self._lengths[row], self._held_columns[row] = cursor, kv.n_tokens, kv.n_tokens + behind
+
+    def _write(self, row: int, ranges: Sequence[tuple[int, int]], kv: KVSlice) -> int:
+        """Commit the ranges and fill them; returns how many columns behind the last are committed, too."""
+        behind = 0
+        for first, last in ranges:
+            behind = self._arena.commit(row, first, last)
         done = 0
-        for first, last in self._ranges(kv.n_tokens):
+        for first, last in ranges:
             self._storage[row, first:last] = kv.tokens[done : done + last - first]
             done += last - first
         self._state[row] = kv.state
-        self._lengths[row] = kv.n_tokens
+        return behind
 
     def extract(self, row: int) -> KVSlice:
         """Copy an occupied row out; byte ranges, no gather."""
@@ -163,15 +187,14 @@ class RingBatch:
         return KVSlice(tokens, self._state[row].clone())
 
     def free(self, row: int) -> None:
-        """Make a row idle; its columns are free from now on.
+        """Make a row idle; its columns are free from now on, and what memory stands behind them goes.
 
-        They are zeroed: rows read together see each other's span behind a mask, and what is masked counts as
-        zero times its value, which is not zero where one query's numbers overflowed.
+        In torch, rows read together see each other's span behind a mask, and what is masked counts as zero
+        times its value, which is not zero where one query's numbers overflowed: the arena zeroes them there.
         """
-        for first, last in self._ranges(self._lengths[row]):
-            self._storage[row, first:last] = 0
+        self._arena.release(row, self._ranges(self._lengths[row]))
         self._state[row] = 0
-        self._lengths[row] = 0
+        self._lengths[row] = self._held_columns[row] = 0
 
     def step(self, tokens: Mapping[int, Sequence[int]]) -> torch.Tensor:
         """Run the model over one new token per occupied row.
@@ -184,16 +207,34 @@ class RingBatch:
         Returns:
             float32 logits, shape [rows, vocabulary]; on a card perhaps of the first rows alone. The next step
             may overwrite them.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for the new column; rows that got some keep it.
         """
         lengths, cursor = list(self._lengths), (self._cursor + 1) % self.capacity
         for row in tokens:
             lengths[row] += 1
+        self._commit_column(lengths, cursor)
         if self._on_card is not None:
             logits, self.likeliest = self._on_card.run(tokens, lengths, cursor)
         else:
             logits = self._torch_step(tokens, lengths, cursor)
         self._lengths, self._cursor = lengths, cursor
+        self._expect_columns()
         return logits
+
+    def _commit_column(self, lengths: Sequence[int], cursor: int) -> None:
+        """Have memory for the column at the cursor in every occupied row; lengths are the new ones."""
+        for row, length in enumerate(lengths):
+            if length > self._held_columns[row]:
+                self._held_columns[row] = length + self._arena.commit(row, cursor, cursor + 1)
+
+    def _expect_columns(self) -> None:
+        """Tell the arena which rows need memory in a few steps: it may have it ready by then."""
+        for row, length in enumerate(self._lengths):
+            ahead = self._held_columns[row] + 1 - length
+            if length and ahead <= _EXPECT_STEPS and length + ahead <= self.capacity:
+                self._arena.expect(row, (self._cursor + ahead) % self.capacity)
 
     def _torch_step(
         self, tokens: Mapping[int, Sequence[int]], lengths: Sequence[int], cursor: int
@@ -221,6 +262,14 @@ class RingBatch:
         for row, length in enumerate(self._lengths):
             if not 0 <= length <= self.capacity:
                 raise AssertionError(f"row {row} holds {length} tokens in a ring of {self.capacity}")
+            held = self._held_columns[row]
+            if not length <= held <= self.capacity + length:
+                raise AssertionError(f"row {row} has memory for {held} tokens and holds {length}")
+            if length and not all(self._arena.holds(row, *columns) for columns in self._ranges(length)):
+                raise AssertionError(f"row {row} holds {length} tokens without memory")
+            if not length and self._arena.use.elastic and self._arena.row_bytes(row):
+                raise AssertionError(f"idle row {row} holds {self._arena.row_bytes(row)} bytes")
+        self._arena.check_integrity()
 
     def _ranges(self, length: int) -> tuple[tuple[int, int], ...]:
         """Column ranges [first, last) of the `length` columns that end at the cursor, oldest first."""

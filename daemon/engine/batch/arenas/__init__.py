@@ -1,0 +1,1 @@
+"""Where the ring's records lie, and how much of that has memory behind it."""

@@ -1,0 +1,251 @@
+"""The books of a card's arena: where each piece of memory is, and every move between these places.
+
+    driver --create--> pool --map, set_access--> held by a row --release--> leaving --unmap--> pool
+    driver <-destroy-- pool                                    <-take back--
+
+A page that a row gave back stays mapped (`leaving`) until the card has done all work that may read it. If its
+row comes back to it before, it is taken back as it is: work on one stream takes its turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from batond.daemon.engine.batch.arenas.driver import DriverError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from batond.daemon.engine.batch.arenas.driver import Driver, Fence
+    from batond.daemon.engine.batch.arenas.pages import PageGrid
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A page that no row holds, still mapped where it was.
+
+    Attributes:
+        handle: Its memory.
+        fence: Behind the last work that may touch it.
+    """
+
+    handle: int
+    fence: Fence
+
+
+class CardPages:
+    """Memory behind the pages of a grid; all methods may be called by several threads.
+
+    Args:
+        grid: The arena, cut into pages.
+        driver: Of the card.
+
+    Attributes:
+        address: Of the first row.
+
+    Raises:
+        DriverError: There is no address space.
+    """
+
+    def __init__(self, grid: PageGrid, driver: Driver) -> None:
+        self.grid, self._driver = grid, driver
+        self._lock = threading.Lock()
+        self._held: list[dict[int, int]] = [{} for _ in range(grid.shape.rows)]  # Handles by page.
+        self._leaving: dict[tuple[int, int], _Leaving] = {}  # By row and page, oldest first.
+        self._pool: list[int] = []
+        self._held_pages = 0
+        self._closed = False
+        self.address = driver.reserve(grid.nbytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that rows hold."""
+        return self._held_pages * self.grid.page_bytes
+
+    @property
+    def pooled_bytes(self) -> int:
+        """Memory that no row holds, that on its way to the pool included."""
+        return (len(self._pool) + len(self._leaving)) * self.grid.page_bytes
+
+    def row_bytes(self, row: int) -> int:
+        """Memory that a row holds."""
+        return len(self._held[row]) * self.grid.page_bytes
+
+    def holds(self, row: int, pages: range) -> bool:
+        """Whether a row holds all these pages."""
+        return all(map(self._held[row].__contains__, pages))
+
+    def commit(self, row: int, pages: range) -> None:
+        """Have memory behind a row's pages.
+
+        Raises:
+            torch.OutOfMemoryError: There is none; the row holds what it held.
+            DriverError: The driver says no; likewise.
+        """
+        if not self.holds(row, pages):  # Without the lock: only the caller takes pages from a row.
+            with self._lock:
+                self._commit(row, pages)
+
+    def commit_if_held(self, row: int, pages: range) -> None:
+        """As `commit`, for a row that holds something by now; one that holds nothing was freed meanwhile."""
+        with self._lock:
+            if self._held[row] and not self._closed:
+                self._commit(row, pages)
+
+    def release(self, row: int) -> Fence | None:
+        """Take all pages from a row.
+
+        Returns:
+            What to wait for before `settle` can pool them; None if there were none.
+        """
+        with self._lock:
+            if not self._held[row]:
+                return None
+            return self._leave(row, list(self._held[row]))
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Unmap the pages that rows gave back and the card is done with, and pool them.
+
+        Args:
+            wait: For the card, so that all of them are pooled.
+        """
+        with self._lock:
+            self._settle(wait=wait)
+
+    def shrink(self, keep_bytes: int) -> int:
+        """Give pooled memory back to the driver.
+
+        Args:
+            keep_bytes: Of it.
+
+        Returns:
+            Bytes given back.
+        """
+        given = 0
+        with self._lock:
+            while self._pool and len(self._pool) * self.grid.page_bytes > keep_bytes:
+                try:
+                    self._driver.destroy(self._pool[-1])
+                except DriverError:
+                    _log.exception("the driver does not take memory back")
+                    break
+                self._pool.pop()
+                given += self.grid.page_bytes
+        return given
+
+    def close(self) -> None:
+        """Give everything back; what the driver refuses is logged and lost."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                for row, held in enumerate(self._held):
+                    if held:
+                        self._leave(row, list(held))
+                self._settle(wait=True)
+                while self._pool:
+                    self._driver.destroy(self._pool.pop())
+                if not self._leaving:  # Else the driver would refuse.
+                    self._driver.unreserve(self.address, self.grid.nbytes)
+            except (DriverError, torch.AcceleratorError):
+                _log.exception("an arena could not be given back whole")
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where a handle is in two places, a page outside, or the sum wrong."""
+        with self._lock:
+            handles = [handle for held in self._held for handle in held.values()]
+            if len(handles) != self._held_pages:
+                raise AssertionError(f"rows hold {len(handles)} pages, the books say {self._held_pages}")
+            handles += self._pool
+            handles += [leaving.handle for leaving in self._leaving.values()]
+            if len(handles) != len(set(handles)):
+                raise AssertionError("a piece of memory is in two places")
+            for row, held in enumerate(self._held):
+                if both := [page for page in held if (row, page) in self._leaving]:
+                    raise AssertionError(f"row {row} holds pages {both}, which are leaving")
+                if held and not 0 <= min(held) <= max(held) < self.grid.row_pages:
+                    raise AssertionError(f"row {row} holds pages {min(held)} to {max(held)}")
+
+    # -- under the lock -------------------------------------------------------------------------------
+
+    def _commit(self, row: int, pages: range) -> None:
+        done: list[int] = []
+        try:
+            for page in pages:
+                if page not in self._held[row]:
+                    self._held[row][page] = self._mapped(row, page)
+                    self._held_pages += 1
+                    done.append(page)
+        except (torch.OutOfMemoryError, DriverError):
+            self._rollback(row, done)
+            raise
+
+    def _rollback(self, row: int, pages: Sequence[int]) -> None:
+        """Undo a commit that ended half-way: the row gives back the pages that it got, and no other."""
+        if pages:
+            self._leave(row, pages)
+
+    def _leave(self, row: int, pages: Sequence[int]) -> Fence:
+        """Take pages from a row; they stay mapped for now."""
+        fence = self._driver.fence()
+        for page in pages:
+            self._leaving[row, page] = _Leaving(self._held[row].pop(page), fence)
+        self._held_pages -= len(pages)
+        return fence
+
+    def _mapped(self, row: int, page: int) -> int:
+        """Have memory behind a page that has none in the books; returns its handle."""
+        if (row, page) in self._leaving:
+            return self._leaving.pop((row, page)).handle
+        handle = self._memory()
+        address = self.address + self.grid.offset(row, page)
+        try:
+            self._driver.map(address, self.grid.page_bytes, handle)
+        except (torch.OutOfMemoryError, DriverError):
+            self._pool.append(handle)
+            raise
+        try:
+            self._driver.set_access(address, self.grid.page_bytes)
+        except (torch.OutOfMemoryError, DriverError):
+            self._leaving[row, page] = _Leaving(handle, self._driver.fence())
+            self._unmap(row, page)
+            raise
+        return handle
+
+    def _memory(self) -> int:
+        """A page of memory: of the pool, else new, else of what is leaving."""
+        if self._pool:
+            return self._pool.pop()
+        try:
+            return self._driver.create(self.grid.page_bytes)
+        except torch.OutOfMemoryError:
+            self._settle(wait=True)
+            if not self._pool:
+                raise
+            return self._pool.pop()
+
+    def _settle(self, *, wait: bool) -> None:
+        for (row, page), leaving in list(self._leaving.items()):
+            if not leaving.fence.done():
+                if not wait:
+                    return  # Younger ones are no further.
+                leaving.fence.wait()
+            self._unmap(row, page)
+
+    def _unmap(self, row: int, page: int) -> None:
+        """Pool a page that is leaving; one that the driver does not unmap stays, and is tried again."""
+        address = self.address + self.grid.offset(row, page)
+        try:
+            self._driver.unmap(address, self.grid.page_bytes)
+        except DriverError:
+            _log.exception("a page of row %d could not be unmapped", row)
+            return
+        self._pool.append(self._leaving.pop((row, page)).handle)
