@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.memory.use import ArenaUse
 
-#: How many steps before a row needs a page it is asked for. A step takes milliseconds, and 64 pages about two.
+#: A page is asked for so many steps ahead: a step takes some milliseconds, and mapping 64 pages about two.
 _EXPECT_STEPS = 2
 
 
@@ -145,7 +145,8 @@ class RingBatch:
         return self._arena.trim(keep_bytes)
 
     def close(self) -> None:
-        """Give all memory back; the batch can't be used afterwards."""
+        """Give all memory back, at once; the batch can't be used afterwards."""
+        self._lengths, self._held_columns = [0] * self.rows, [0] * self.rows
         self._arena.close()
 
     def embed(self, row: int, kv: KVSlice) -> None:

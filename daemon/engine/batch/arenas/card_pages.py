@@ -34,10 +34,25 @@ class _Leaving:
     Attributes:
         handle: Its memory.
         fence: Behind the last work that may touch it.
+        accessible: The card may read and write it.
     """
 
     handle: int
     fence: Fence
+    accessible: bool = True
+
+
+class _Unused:
+    """The fence of what no work has touched."""
+
+    @staticmethod
+    def done() -> bool:
+        """There is none to be done."""
+        return True
+
+    @staticmethod
+    def wait() -> None:
+        """Likewise."""
 
 
 class CardPages:
@@ -203,22 +218,22 @@ class CardPages:
 
     def _mapped(self, row: int, page: int) -> int:
         """Have memory behind a page that has none in the books; returns its handle."""
-        if (row, page) in self._leaving:
-            return self._leaving.pop((row, page)).handle
-        handle = self._memory()
         address = self.address + self.grid.offset(row, page)
-        try:
-            self._driver.map(address, self.grid.page_bytes, handle)
-        except (torch.OutOfMemoryError, DriverError):
-            self._pool.append(handle)
-            raise
-        try:
-            self._driver.set_access(address, self.grid.page_bytes)
-        except (torch.OutOfMemoryError, DriverError):
-            self._leaving[row, page] = _Leaving(handle, self._driver.fence())
-            self._unmap(row, page)
-            raise
-        return handle
+        if (row, page) not in self._leaving:
+            handle = self._memory()
+            try:
+                self._driver.map(address, self.grid.page_bytes, handle)
+            except (torch.OutOfMemoryError, DriverError):
+                self._pool.append(handle)
+                raise
+            self._leaving[row, page] = _Leaving(handle, _Unused(), accessible=False)
+        if not self._leaving[row, page].accessible:
+            try:
+                self._driver.set_access(address, self.grid.page_bytes)
+            except (torch.OutOfMemoryError, DriverError):
+                self._unmap(row, page)
+                raise
+        return self._leaving.pop((row, page)).handle
 
     def _memory(self) -> int:
         """A page of memory: of the pool, else new, else of what is leaving."""

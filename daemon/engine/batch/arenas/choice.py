@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batond.daemon.engine.batch.arenas.arena import ArenaShape
 from batond.daemon.engine.batch.arenas.card import CardArena
 from batond.daemon.engine.batch.arenas.cuda_driver import CudaDriver
 from batond.daemon.engine.batch.arenas.driver import DriverError
@@ -15,7 +16,7 @@ from batond.daemon.engine.batch.arenas.host import HostArena
 from batond.daemon.engine.batch.arenas.plain import PlainArena
 
 if TYPE_CHECKING:
-    from batond.daemon.engine.batch.arenas.arena import Arena, ArenaShape, NewArena
+    from batond.daemon.engine.batch.arenas.arena import Arena, NewArena
 
 #: "auto" is elastic on the CPU, where it costs nothing; on a card it is plain until its cost was measured.
 ARENA_KINDS = ("auto", "plain", "elastic")
@@ -81,8 +82,6 @@ def why_not_elastic(device: torch.device, *, kernels: bool) -> str:
 @functools.cache
 def _why_card_can_not(device: torch.device) -> str:
     """Try a small arena on the card; "" if it works."""
-    from batond.daemon.engine.batch.arenas.arena import ArenaShape  # noqa: PLC0415 - else for types only
-
     try:
         arena = CardArena(ArenaShape(1, 8, 4096), CudaDriver(device), background=False)
         try:

@@ -111,9 +111,7 @@ class CudaDriver:
         return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=described), device=self._device)
 
     def _require_support(self, number: int) -> None:
-        attribute = (
-            self._cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        )
+        attribute = self._cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         device = self._call("cuDeviceGet", number)
         if not int(self._call("cuDeviceGetAttribute", attribute, device)):
             raise DriverError("the card has no virtual memory management")
