@@ -33,7 +33,7 @@ from batond.daemon.engine.queries.sessions import (
     OWNER_MARK,
     Sessions,
 )
-from batond.daemon.engine.queries.view import free_bytes, snapshot
+from batond.daemon.engine.queries.view import free_bytes, memory_snapshot, snapshot
 from batond.daemon.engine.sampling.sampler import Sampler
 from batond.daemon.engine.sampling.text import TextStream
 from batond.daemon.engine.step.decode import Decode
@@ -504,7 +504,10 @@ class LocalEngine:
             "failed_copies": stats.failures,
         }
         queries, policy = self.queries.values(), self.planner.policy.name
-        return snapshot(self.counters["steps"], queries, self.residency, counters, policy)
+        memory = memory_snapshot(self.residency, self.memory_status, self._kv_budget_bytes)
+        return snapshot(
+            self.counters["steps"], queries, self.residency, counters, policy=policy, memory=memory
+        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the engine's books contradict each other."""

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from batond.daemon.wire.messages import QuerySnapshot, QueryState, RowSnapshot, Snapshot
+import msgspec
+
+from batond.daemon.wire.messages import (
+    GovernorState,
+    MemorySnapshot,
+    QuerySnapshot,
+    QueryState,
+    RowSnapshot,
+    Snapshot,
+)
 from batond.policies.base import Phase, QueryView
 
 if TYPE_CHECKING:
@@ -13,6 +22,7 @@ if TYPE_CHECKING:
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.engine.queries.residency import Residency
+    from batond.daemon.memory.governor import MemoryStatus
     from batond.daemon.scheduler.line import Line
 
 _PHASES = {
@@ -70,7 +80,9 @@ def snapshot(
     queries: Iterable[Query],
     residency: Residency,
     counters: Mapping[str, float],
+    *,
     policy: str,
+    memory: MemorySnapshot,
 ) -> Snapshot:
     """The batch for people: rows, and queries without a row."""
     batch, pool = residency.batch, residency.store.pool
@@ -113,4 +125,40 @@ def snapshot(
         session_bytes=residency.sessions.nbytes,
         counters=dict(counters),
         policy=policy,
+        memory=memory,
+    )
+
+
+def memory_snapshot(
+    residency: Residency, status: MemoryStatus | None, kv_budget_bytes: int | None
+) -> MemorySnapshot:
+    """Memory for people.
+
+    Args:
+        residency: Where KV is.
+        status: Of the governor; None without one.
+        kv_budget_bytes: As configured; a governor may allow less.
+    """
+    use, store = residency.batch.memory, residency.store
+    shown = MemorySnapshot(
+        committed_bytes=use.committed_bytes,
+        pooled_bytes=use.pooled_bytes,
+        reserved_bytes=use.reserved_bytes,
+        parked_bytes=store.pool.used_bytes - residency.sessions.nbytes,
+        kv_budget_bytes=kv_budget_bytes,
+        row_limit=residency.batch.rows,
+    )
+    if status is None:
+        return shown
+    limits = status.limits
+    budgets = [budget for budget in (kv_budget_bytes, limits.kv_budget_bytes) if budget is not None]
+    return msgspec.structs.replace(
+        shown,
+        kv_budget_bytes=min(budgets, default=None),
+        row_limit=limits.rows,
+        governor=GovernorState(limits.state.value),
+        reason=limits.reason,
+        total_bytes=status.total_bytes,
+        free_bytes=status.free_bytes,
+        own_bytes=status.own.total_bytes,
     )
