@@ -123,7 +123,13 @@ class Governing:
             ConfigError: The governor is demanded, and the memory can't be read.
         """
         self._batch, self._largest_bytes = batch, largest_bytes
-        watch = MemoryWatch(self._source, self._own_use, interval_s=self._interval_s, clock=self._clock)
+        watch = MemoryWatch(
+            self._source,
+            self._own_use,
+            interval_s=self._interval_s,
+            on_sample=self._relieve,
+            clock=self._clock,
+        )
         if self._mode == "auto" and not batch.memory.elastic:
             self.why = "off: this batch could give nothing back"
         elif watch.sample():
@@ -151,8 +157,8 @@ class Governing:
 
         Args:
             running: Rows in use.
-            least_bytes: Tells the KV that one query needs to come to its end; asked with each reading, and
-                where it may matter.
+            least_bytes: Tells the KV that one row needs to go on; asked with each reading, and where it may
+                matter.
 
         Returns:
             None while it is off.
@@ -174,7 +180,7 @@ class Governing:
         return self._limits
 
     def _binds(self) -> bool:
-        """Whether a query that came since the last decision might not fit; a larger budget needs no floor."""
+        """Whether a row that has grown since the last decision might not fit."""
         budget = None if self._limits is None else self._limits.kv_budget_bytes
         return budget is not None and budget <= self._largest_bytes
 
@@ -201,6 +207,12 @@ class Governing:
         watch, self._watch, self.on = self._watch, None, False
         if watch is not None:
             watch.close()
+
+    def _relieve(self, sample: Sample) -> None:
+        """On the readings' thread: a step may take long, and what is pooled can go without one."""
+        batch = self._batch
+        if batch is not None and batch.memory.pooled_bytes and self._governor.presses(sample.reading):
+            batch.trim()
 
     def _give_back(self, batch: Batch) -> None:
         limits = self._limits

@@ -577,13 +577,10 @@ class LocalEngine:
         return limits.rows, min((budget for budget in budgets if budget is not None), default=None)
 
     def _least_bytes(self) -> int:
-        """KV that one query needs to come to its end: of those with a row, or else of all, the largest."""
-        layout = self.residency.batch.layout
-        queries = [query for _, query in self.residency.occupied] or self.queries.values()
-        return max(
-            (layout.nbytes(len(query.prompt_token_ids) + query.sampling.max_tokens) for query in queries),
-            default=0,
-        )
+        """KV of the longest row after its next token: whatever others take, one row goes on."""
+        batch = self.residency.batch
+        longest = max(batch.lengths)
+        return batch.layout.nbytes(longest + 1) if longest else 0
 
     def _step_tokens(self) -> int | None:
         """Prompt tokens that the next step may compute; None is no bound."""

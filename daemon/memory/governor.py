@@ -107,7 +107,8 @@ class Demand:
     """What the engine needs whatever memory says: one query always advances.
 
     Attributes:
-        least_bytes: KV of the largest live query at its end; the budget never falls below.
+        least_bytes: KV of the longest row after its next token; the budget never falls below. Who has no row
+            yet is let in alone by the planner, whatever the budget is.
         rows: Rows of the batch.
         running: Rows in use.
     """
@@ -181,6 +182,10 @@ class Governor:
     def marks(self) -> Watermarks:
         """Watermarks and reserve."""
         return self._marks
+
+    def presses(self, reading: MemoryReading) -> bool:
+        """Whether others want what is not needed now, whatever is decided of the rest."""
+        return reading.total_bytes - reading.free_bytes > self._marks.high * reading.total_bytes
 
     def decide(
         self, reading: MemoryReading | None, own: OwnUse, demand: Demand, now_s: float, trouble: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -263,11 +264,55 @@ def test_pools_are_given_back_when_a_neighbour_wants_memory() -> None:
     governed = attached(memory, batch)
     governed.limits(0, lambda: 0)
     assert batch.trims == []
+    batch.pooled = 900
+    governed.limits(0, lambda: 0)
+    assert batch.trims[-1] > 0, "more than the budget leaves, and nobody asks for the rest"
     memory.used = 1000
     limits = governed.limits(0, lambda: 0)
     assert limits is not None
-    assert (limits.state, batch.trims) == (MemoryState.CRITICAL, [0])
+    assert (limits.state, batch.trims[-1]) == (MemoryState.CRITICAL, 0)
     assert governed.wait_s <= 0.125
+
+
+def test_a_long_step_keeps_no_pool_from_a_neighbour() -> None:
+    """M8: what is pooled goes back by the readings' thread, while nobody asks for limits."""
+    memory, batch, trimmed = Memory(used=600), PooledBatch(), threading.Event()
+    trim = batch.trim
+
+    def noted(keep_bytes: int = 0) -> int:
+        assert threading.current_thread() is not threading.main_thread()
+        try:
+            return trim(keep_bytes)
+        finally:
+            trimmed.set()
+
+    batch.trim = noted  # type: ignore[method-assign]
+    governed = Governing(memory, Governor(), interval_s=0.001, own_use=lambda _: OwnUse(), clock=memory.clock)
+    governed.attach(batch, largest_bytes=50)  # type: ignore[arg-type]
+    memory.used = 990
+    assert trimmed.wait(30)
+    assert batch.pooled == 0
+    governed.close()
+
+
+def test_the_real_host_governs_a_real_engine(make_engine: MakeEngine, llama: Any, solo: Any) -> None:
+    """M8: readings of this host, on their thread; whatever it is busy with, the tokens are the same."""
+    governor = make_governing(MemorySettings(governor="on", sample_ms=10), "cpu")
+    engine = make_engine(llama, rows=4, governor=governor, max_query_tokens=128)
+    assert engine.tend_every_s == 0.01
+    queries = [
+        engine.submit([place + 3] * 20, SamplingParams(max_tokens=20, ignore_eos=True)) for place in range(6)
+    ]
+    engine.run_until_idle()
+    for query in queries:
+        assert query.output_token_ids == solo(llama, query.prompt_token_ids, 20)
+    status = engine.memory_status
+    assert status is not None
+    assert status.total_bytes > status.free_bytes >= 0
+    assert status.own.outside_bytes > 32 << 20, "torch alone takes as much"
+    assert status.other_bytes < status.total_bytes
+    engine.close()
+    assert engine.memory_status is None
 
 
 def test_a_new_reading_or_a_larger_query_makes_a_new_decision_and_nothing_else() -> None:
