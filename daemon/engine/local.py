@@ -45,6 +45,7 @@ from batond.daemon.errors import (
 )
 from batond.daemon.requests.params import SamplingParams
 from batond.daemon.scheduler.chunks import ChunkBudget
+from batond.daemon.scheduler.expected import ExpectedOutput
 from batond.daemon.scheduler.guard import PolicyGuard
 from batond.daemon.scheduler.plan import BatchView, Gate, ParkMode
 from batond.daemon.scheduler.planner import Planner, PlannerLimits
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     import torch
 
     from batond.daemon.engine.governing import Governing
+    from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.engine.proof.serving import Serving
     from batond.daemon.memory.governor import MemoryStatus
     from batond.daemon.scheduler.plan import ParkOrder, Plan
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TOKENS = 256
+MIN_QUERY_TOKENS = 2  # One of prompt, one of output.
 STALLED_STEPS = 64  # A legal plan always moves something; this many empty steps in a row are a defect.
 
 
@@ -93,7 +96,10 @@ class LocalEngine:
             the inter-token target of the most urgent class that has a row, see `ChunkBudget`.
         ready_limit: Prefilled queries kept ahead of free rows.
         max_query_tokens: Most prompt + output tokens of a query; None takes the model's context.
-        kv_budget_bytes: Bytes of KV the batch may hold; None is no bound.
+        kv_budget_bytes: Bytes of KV the batch may hold; None is no bound. `max_query_tokens` is lowered to
+            what fits: a query that could not be held alone is refused.
+        overcommit: With a bound on KV, reserve memory for the output that is expected of a query's class, not
+            for all that it may emit; when memory runs short all the same, the least urgent is parked.
         classes: SLA classes; None takes the defaults.
         limits: Quantum and park cap; None takes the defaults.
         deterministic: Give a query the same bits whatever the load is: no kernel's shape depends on mates. In
@@ -140,6 +146,7 @@ class LocalEngine:
         ready_limit: int = 1,
         max_query_tokens: int | None = None,
         kv_budget_bytes: int | None = None,
+        overcommit: bool = True,
         classes: SlaClasses | None = None,
         limits: PlannerLimits | None = None,
         one_at_a_time: bool = False,
@@ -210,7 +217,12 @@ class LocalEngine:
         self.planner = Planner(_as_policy(policy), limits or PlannerLimits())
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._sampler = Sampler(self.model, self._tokenizer)
-        self._roster = Roster(self.residency, PolicyGuard(self.planner, counters), inline=self._inline)
+        self._roster = Roster(
+            self.residency,
+            PolicyGuard(self.planner, counters),
+            inline=self._inline,
+            expected=ExpectedOutput() if overcommit and kv_budget_bytes is not None else None,
+        )
         self.residency.on_lost = self._roster.note
         self._life = Lifecycle(
             self.residency,
@@ -228,8 +240,7 @@ class LocalEngine:
             max_query_tokens=self.max_query_tokens,
             has_tokenizer=self._tokenizer is not None,
             inline=self._inline,
-            layout=serving.batch.layout,
-            kv_budget_bytes=kv_budget_bytes,
+            limit_reason=self._limit_reason,
         )
         self._arrivals, self._stalled_steps = itertools.count(1), 0
         self.on_plan: Callable[[Plan], None] | None = None
@@ -246,6 +257,9 @@ class LocalEngine:
         self.preemption_mode = serving.preemption_mode
         self.chunkable = serving.chunkable
         self.max_query_tokens = serving.most_query_tokens(self.model, max_query_tokens)
+        self._limit_reason = ""
+        if self._kv_budget_bytes is not None:
+            self._limit_tokens_by_bytes(serving.batch.layout, self._kv_budget_bytes)
         self._replays_by_step = serving.replay_by_step and not self._inline
         most_tokens = None if chunk_tokens == "auto" or self._inline or not self.chunkable else chunk_tokens
         if self.deterministic and self.chunkable:  # Chunks with wanted logits are cut no finer than others.
@@ -253,6 +267,27 @@ class LocalEngine:
         self._chunk_tokens = most_tokens
         follows = chunk_tokens == "auto" and self.chunkable and not (self._inline or self.deterministic)
         self._chunk_budget = ChunkBudget() if follows else None
+
+    def _limit_tokens_by_bytes(self, layout: RecordLayout, kv_budget_bytes: int) -> None:
+        """Take no query that the whole budget could not hold: one number says so to everybody.
+
+        The budget that was configured counts. Memory may be short for a while, which only makes queries wait.
+
+        Raises:
+            ConfigError: It holds not even one token of prompt and one of output.
+        """
+        if not layout.record_bytes:
+            return  # Nothing grows with tokens.
+        fit = (kv_budget_bytes - layout.state_bytes) // layout.record_bytes
+        if fit < MIN_QUERY_TOKENS:
+            raise ConfigError(
+                f"kv_budget_bytes of {kv_budget_bytes} hold no query: {MIN_QUERY_TOKENS} tokens need"
+                f" {layout.nbytes(MIN_QUERY_TOKENS)}",
+                field="kv_budget_bytes",
+            )
+        if fit < self.max_query_tokens:
+            self.max_query_tokens = fit
+            self._limit_reason = f", as many as kv_budget_bytes of {kv_budget_bytes} hold"
 
     # -- what callers do ------------------------------------------------------------------------------
 

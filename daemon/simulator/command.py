@@ -67,6 +67,8 @@ Quantum = Annotated[int, typer.Option(help="Tokens before a row may be taken.")]
 Option = Annotated[list[str] | None, typer.Option(help="Option of a policy: fair.ageing_s=30; repeat.")]
 Parks = Annotated[int, typer.Option(help="Parks after which a query stays.")]
 HostPool = Annotated[int, typer.Option(help="Host RAM for parked KV, each.")]
+MaxTokens = Annotated[int, typer.Option(help="Output tokens that are asked for; 0: those emitted.")]
+Overcommit = Annotated[bool, typer.Option(help="Reserve KV for what is expected, or for all asked for.")]
 Costs = Annotated[str, typer.Option(help="Step times: h100, cpu, or a JSON file.")]
 Cost = Annotated[list[str] | None, typer.Option(help="One step time, such as step_s=0.01; repeat.")]
 Noise = Annotated[float, typer.Option(help="Steps take up to this part longer or shorter.")]
@@ -95,6 +97,8 @@ def simulate(  # noqa: PLR0917 - typer passes by name
     max_parks: Parks = _LIMITS.max_parks,
     option: Option = None,
     host_pool_bytes: HostPool = _DEFAULTS.host_pool_bytes,
+    max_tokens: MaxTokens = _DEFAULTS.max_tokens,
+    overcommit: Overcommit = _DEFAULTS.overcommit,
     costs: Costs = "h100",
     cost: Cost = None,
     noise: Noise = 0.0,
@@ -113,6 +117,8 @@ def simulate(  # noqa: PLR0917 - typer passes by name
         rows=rows,
         chunk_tokens=_chunk_tokens(chunk_tokens),
         host_pool_bytes=host_pool_bytes,
+        max_tokens=max_tokens,
+        overcommit=overcommit,
         classes=classes_with(longest_queue),
         limits=PlannerLimits(quantum_tokens=quantum_tokens, max_parks=max_parks),
         policy_options=policy_options(option or ()),

@@ -9,6 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from batond.daemon.scheduler.chunks import ChunkBudget
+from batond.daemon.scheduler.expected import ExpectedOutput, raised
 from batond.daemon.scheduler.line import Line
 from batond.daemon.scheduler.plan import BatchView, ParkMode
 from batond.daemon.scheduler.planner import Planner
@@ -36,6 +37,8 @@ class Query:
     """One request on its way.
 
     Attributes:
+        max_tokens: Output tokens it asks for.
+        reserved_tokens: Output tokens that KV is reserved for.
         cached_tokens: Tokens whose KV exists.
         to_prefill_tokens: Tokens to compute before it can decode.
         parks: How often it was parked.
@@ -51,6 +54,8 @@ class Query:
     sla: SlaClass
     seq: int
     weight: float
+    max_tokens: int
+    reserved_tokens: int = 0
     phase: Phase = Phase.WAITING
     cached_tokens: int = 0
     to_prefill_tokens: int = 0
@@ -95,10 +100,6 @@ class Query:
         """Tokens it will still emit."""
         return self.request.output_tokens - self.output_tokens
 
-    def reserved_bytes(self, token_bytes: int) -> int:
-        """Bytes it may come to need."""
-        return (self.request.prompt_tokens + self.request.output_tokens) * token_bytes
-
     def view(self, token_bytes: int) -> QueryView:
         """As the planner and the policies see it."""
         request, sla, nbytes = self.request, self.sla, self.cached_tokens * token_bytes
@@ -114,12 +115,12 @@ class Query:
             prompt_tokens=request.prompt_tokens,
             prefilled_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
-            max_tokens=request.output_tokens,
+            max_tokens=self.max_tokens,
             parks=self.preemptions,
             since_admission_tokens=self.since_admission_tokens,
             park_seq=self.park_seq,
             kv_bytes=0 if self.on_host else nbytes,
-            reserved_bytes=self.reserved_bytes(token_bytes),
+            reserved_bytes=(request.prompt_tokens + self.reserved_tokens) * token_bytes,
             park_bytes=nbytes,
             to_prefill_tokens=self.to_prefill_tokens,
             deadline_s=self.deadline_s,
@@ -172,6 +173,8 @@ class Engine:
         self._planner = Planner(self._policy, setup.limits)
         self._line = Line(self._policy)
         self._chunk_budget = ChunkBudget()
+        expects = setup.overcommit and setup.max_tokens and setup.costs.kv_bytes
+        self._expected = ExpectedOutput() if expects else None
         self._queries: dict[str, Query] = {}
         self._running: dict[str, Query] = {}
         self._park_seqs = count(1)
@@ -194,6 +197,9 @@ class Engine:
             for query in queue.claim(name, most - self._held[name], int(now_s * 1000)):
                 self._held[name] += 1
                 query.to_prefill_tokens = query.request.prompt_tokens
+                query.reserved_tokens = query.max_tokens
+                if self._expected is not None:
+                    query.reserved_tokens = self._expected.tokens(name, query.max_tokens)
                 self._queries[str(query.seq)] = query
                 self._watch_time(query)
                 self._note(query)
@@ -312,6 +318,8 @@ class Engine:
         copied = 0
         for query_id in (*plan.resume, *plan.admit):
             query = self._queries[query_id]
+            if query.left_tokens <= 0:
+                continue  # It ended with its first token, before what it asked for.
             copied += self._bring_back(query)
             query.phase, query.park_seq, query.since_admission_tokens = Phase.RUNNING, 0, 0
             query.had_row = True
@@ -334,6 +342,9 @@ class Engine:
         if self._line.has_claims:
             short = (quantum - query.since_admission_tokens for query in rows)
             steps = min(steps, MOST_BLOCKED_STEPS, *(tokens for tokens in short if tokens > 0))
+        if self._costs.kv_bytes:
+            room = self._costs.kv_bytes - self._line.taken_bytes + self._line.unwritten_bytes
+            steps = max(1, min(steps, room // max(1, len(rows) * self._costs.kv_token_bytes)))
         if math.isfinite(until_s):
             one_s = self._costs.decode_s(len(rows), cached_tokens)
             steps = max(1, min(steps, math.ceil(until_s / one_s)))
@@ -343,7 +354,6 @@ class Engine:
 
     def _decode(self, steps: int, computed: dict[str, tuple[int, int]]) -> None:
         for query_id, query in self._running.items():
-            # One that ends with its first token never gets a row, so there is something left.
             query.output_tokens += steps
             query.since_admission_tokens += steps
             query.cached_tokens += steps
@@ -355,6 +365,7 @@ class Engine:
         for query_id, (prompt, output) in computed.items():
             query = self._queries[query_id]
             query.progressed(start_s, end_s)
+            query.reserved_tokens = raised(query.reserved_tokens, query.output_tokens, query.max_tokens)
             if output and math.isnan(query.first_token_s):
                 query.first_token_s = end_s
             view = query.view(self._costs.kv_token_bytes)
@@ -373,6 +384,8 @@ class Engine:
 
     def _let_go(self, query: Query) -> None:
         query_id = str(query.seq)
+        if self._expected is not None and not query.late:
+            self._expected.note(query.sla.name, query.output_tokens)
         if self._tracks is not None:
             self._tracks.on_end(query.view(self._costs.kv_token_bytes))
         if query.on_host:

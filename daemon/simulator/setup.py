@@ -28,6 +28,9 @@ class Setup:
         ready_limit: Prefilled queries kept ahead of free rows.
         claim_ahead: Jobs of a class claimed beyond the rows.
         host_pool_bytes: For parked KV, of each daemon.
+        max_tokens: Output tokens that every request asks for, if it emits fewer; 0 asks for exactly those.
+        overcommit: Reserve KV for the output expected of a class, not for all that is asked for. Where just
+            what is emitted is asked for, there is nothing to expect.
         classes: SLA classes.
         limits: Quantum and park cap.
         policy_options: Options of policies by name, as `[policy_options]` has them for a daemon.
@@ -47,6 +50,8 @@ class Setup:
     ready_limit: int = 1
     claim_ahead: int = 2
     host_pool_bytes: int = 64 << 30
+    max_tokens: int = 0
+    overcommit: bool = True
     classes: SlaClasses = field(default_factory=SlaClasses)
     limits: PlannerLimits = field(default_factory=PlannerLimits)
     policy_options: PolicyOptions = field(default_factory=dict)
@@ -57,7 +62,14 @@ class Setup:
 
     def __post_init__(self) -> None:
         """Refuse what can't be simulated."""
-        least = {"daemons": 1, "rows": 1, "ready_limit": 0, "host_pool_bytes": 0, "max_queued": 0}
+        least = {
+            "daemons": 1,
+            "rows": 1,
+            "ready_limit": 0,
+            "host_pool_bytes": 0,
+            "max_tokens": 0,
+            "max_queued": 0,
+        }
         for name, lowest in least.items():
             if getattr(self, name) < lowest:
                 raise ConfigError(f"{name} must be at least {lowest}, not {getattr(self, name)}", field=name)

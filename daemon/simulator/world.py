@@ -152,9 +152,10 @@ class World:
 
     def _query(self, seq: int, request: Request) -> Query:
         sla, weight = self._setup.classes.get(request.sla_class), self._setup.weight(request.tenant)
-        query = Query(request, sla, seq, weight, progress_s=request.arrival_s)
+        most = max(request.output_tokens, self._setup.max_tokens)
+        query = Query(request, sla, seq, weight, max_tokens=most, progress_s=request.arrival_s)
         costs = self._setup.costs
-        query.refused = 0 < costs.kv_bytes < query.reserved_bytes(costs.kv_token_bytes)
+        query.refused = 0 < costs.kv_bytes < (request.prompt_tokens + most) * costs.kv_token_bytes
         return query
 
     def _next_arrival_s(self) -> float:

@@ -397,7 +397,7 @@ def test_wrong_types_never_reach_the_batch(llama: Any, make_engine: MakeEngine) 
     for seed in (1.5, "a", True):
         with pytest.raises(InvalidRequestError, match="seed"):
             engine.submit([5], GREEDY, seed=seed)  # type: ignore[arg-type]
-    with pytest.raises(RequestTooLargeError, match="bytes of KV"):
+    with pytest.raises(RequestTooLargeError, match="as many as kv_budget_bytes of 20000 hold"):
         engine.submit(prompt(40), SamplingParams(max_tokens=80))
     assert not engine.queries
 

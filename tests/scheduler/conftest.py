@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batond.daemon.scheduler.claims import ends_with_prefill, holds_device_bytes, needed_bytes
+from batond.daemon.scheduler.expected import raised
 from batond.daemon.scheduler.plan import BatchView, Gate, ParkMode, Plan
 from batond.daemon.scheduler.planner import Planner, PlannerLimits
 from batond.policies.base import Phase, QueryView
@@ -260,6 +261,8 @@ class FakeQuery:
     cached_tokens: int = 0
     in_host_pool: bool = False
     limit_parks: int = 0
+    output_tokens: int = 0
+    reserved_tokens: int = 0
     history: list[str] = field(default_factory=list)
     computed_prompt_tokens: int = 0
     first_row_step: int | None = None
@@ -278,6 +281,7 @@ class FakeEngine:
         kv_bytes: int | None = None,
         host_bytes: int = 1 << 30,
         step_s: float = 0.01,
+        expects: int | None = None,
         **fields: object,
     ) -> None:
         self.limits = limits or PlannerLimits()
@@ -286,6 +290,7 @@ class FakeEngine:
         self.kv_bytes = kv_bytes
         self.host_bytes = host_bytes
         self.step_s = step_s
+        self.expects = expects
         self.fields: dict[str, object] = {"chunk_tokens": None} | fields
         self.live: dict[str, FakeQuery] = {}
         self.finished: dict[str, FakeQuery] = {}
@@ -298,12 +303,20 @@ class FakeEngine:
         self._park_seq = count(1)
 
     def submit(
-        self, sla: str, prompt: int, max_tokens: int, arrival_s: float | None = None, query_id: str = ""
+        self,
+        sla: str,
+        prompt: int,
+        max_tokens: int,
+        arrival_s: float | None = None,
+        query_id: str = "",
+        *,
+        output_tokens: int | None = None,
     ) -> str:
-        """Add a query; its id is returned."""
+        """Add a query that stops by itself after `output_tokens`; its id is returned."""
         self.submitted += 1
         order, preemptible = CLASSES[sla]
         query_id = query_id or f"{sla}{self.submitted}"
+        reserved = max_tokens if self.expects is None else min(self.expects, max_tokens)
         self.live[query_id] = FakeQuery(
             QueryView(
                 query_id=query_id,
@@ -318,9 +331,11 @@ class FakeEngine:
                 prefilled_tokens=0,
                 output_tokens=0,
                 max_tokens=max_tokens,
-                reserved_bytes=prompt + max_tokens,
+                reserved_bytes=prompt + reserved,
                 to_prefill_tokens=prompt,
-            )
+            ),
+            output_tokens=output_tokens or max_tokens,
+            reserved_tokens=reserved,
         )
         return query_id
 
@@ -466,10 +481,17 @@ class FakeEngine:
         query.first_token_step = self.steps if query.first_token_step is None else query.first_token_step
         tokens = query.view.output_tokens + 1
         nbytes = query.cached_tokens
+        view = query.view
+        query.reserved_tokens = raised(query.reserved_tokens, tokens, view.max_tokens)
         query.view = replace(
-            query.view, output_tokens=tokens, kv_bytes=nbytes, park_bytes=nbytes + 1, **changes
+            view,
+            output_tokens=tokens,
+            kv_bytes=nbytes,
+            park_bytes=nbytes + 1,
+            reserved_bytes=view.prompt_tokens + query.reserved_tokens,
+            **changes,
         )
-        if tokens == query.view.max_tokens:
+        if tokens == query.output_tokens:
             self.finished[query.view.query_id] = self.live.pop(query.view.query_id)
 
 

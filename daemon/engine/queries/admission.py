@@ -12,7 +12,6 @@ from batond.daemon.requests.params import MAX_PROMPT_LOGPROBS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.engine.sampling.sampler import Sampler
     from batond.daemon.requests.params import SamplingParams
 
@@ -26,8 +25,7 @@ class Admission:
         max_query_tokens: Most prompt + output tokens.
         has_tokenizer: Whether there is text to look for stop strings in.
         inline: Whether prompts are computed inside the batch step.
-        layout: What a token takes.
-        kv_budget_bytes: What the batch may hold; None is no bound.
+        limit_reason: Why that is the most, to be said after it; empty where it is the model's or was set.
     """
 
     def __init__(
@@ -38,15 +36,14 @@ class Admission:
         max_query_tokens: int,
         has_tokenizer: bool,
         inline: bool,
-        layout: RecordLayout,
-        kv_budget_bytes: int | None,
+        limit_reason: str = "",
     ) -> None:
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._max_query_tokens = max_query_tokens
         self._has_tokenizer = has_tokenizer
         self._inline = inline
-        self._layout, self._kv_budget_bytes = layout, kv_budget_bytes
+        self._limit_reason = limit_reason
 
     def check(self, token_ids: Sequence[int], sampling: SamplingParams) -> list[int]:
         """Return the prompt as a list, if prompt and parameters can be served.
@@ -71,17 +68,10 @@ class Admission:
         if total > self._max_query_tokens:
             raise RequestTooLargeError(
                 f"prompt of {len(prompt)} + max_tokens {sampling.max_tokens} = {total} tokens; the limit is"
-                f" {self._max_query_tokens}",
+                f" {self._max_query_tokens}{self._limit_reason}",
                 limit=self._max_query_tokens,
                 prompt_tokens=len(prompt),
                 max_tokens=sampling.max_tokens,
-            )
-        needed = self._layout.nbytes(total)
-        if self._kv_budget_bytes is not None and needed > self._kv_budget_bytes:
-            raise RequestTooLargeError(
-                f"{total} tokens need {needed} bytes of KV; the batch may hold {self._kv_budget_bytes}",
-                limit=self._kv_budget_bytes,
-                needed=needed,
             )
         self._sampler.check(sampling)
         self._check_prompt_logprobs(sampling, len(prompt))

@@ -72,6 +72,8 @@ class Query:
         last_row: The row it had before; a resumed query is placed elsewhere where possible.
         held: Parked by hand.
         park_seq: Order of its last park; 0 once it runs again.
+        reserved_tokens: Output tokens that memory is reserved for, raised as it outgrows them; None is all it
+            may emit.
         since_admission_tokens: Tokens decoded since it last got a row.
         prefill: Prompt computation under way on the device.
         kv: Its complete slice on the device, waiting for a row.
@@ -112,6 +114,7 @@ class Query:
     last_row: int | None = None
     held: bool = False
     park_seq: int = 0
+    reserved_tokens: int | None = None
     since_admission_tokens: int = 0
     prefill: Prefill | None = None
     kv: KVSlice | None = None

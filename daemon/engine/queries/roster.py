@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batond.daemon.engine.queries.view import query_view
+from batond.daemon.scheduler.expected import raised
 from batond.daemon.scheduler.line import Line
+from batond.daemon.wire.messages import QueryState
 from batond.policies.base import Phase
 
 if TYPE_CHECKING:
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.engine.queries.residency import Residency
     from batond.daemon.engine.queries.sessions import SessionKey
+    from batond.daemon.scheduler.expected import ExpectedOutput
     from batond.daemon.scheduler.guard import PolicyGuard
     from batond.daemon.scheduler.plan import BatchView, Plan
     from batond.policies.base import QueryView
@@ -25,20 +28,32 @@ class Roster:
         residency: Where their KV is, and what is kept of their sessions.
         guard: Its policy ranks and accounts for tokens.
         inline: Whether prompts are computed inside the batch step.
+        expected: Learns how long outputs are, and says what to reserve for new ones; None reserves all that
+            may come.
 
     Attributes:
         line: The queries in order, as of the last `refresh`.
     """
 
-    def __init__(self, residency: Residency, guard: PolicyGuard, *, inline: bool) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        guard: PolicyGuard,
+        *,
+        inline: bool,
+        expected: ExpectedOutput | None = None,
+    ) -> None:
         self.line = Line(guard.policy, self._view_now)
         self._residency, self._guard, self._inline = residency, guard, inline
+        self._expected = expected
         self._queries: dict[str, Query] = {}
         self._noted: dict[str, Query] = {}
         self._by_session: dict[SessionKey, dict[str, Query]] = {}
 
     def note(self, query: Query) -> None:
         """A query is new, or something of it may have changed."""
+        if self._expected is not None and query.query_id not in self._queries:
+            query.reserved_tokens = self._expected.tokens(query.sla_class.name, query.sampling.max_tokens)
         self._queries[query.query_id] = self._noted[query.query_id] = query
         if query.session is not None:
             self._by_session.setdefault(query.session, {})[query.query_id] = query
@@ -52,6 +67,8 @@ class Roster:
         """A query has ended; the policy hears of it if it ever heard of the query."""
         self._queries.pop(query.query_id, None)
         self._noted.pop(query.query_id, None)
+        if self._expected is not None and query.state is QueryState.FINISHED:
+            self._expected.note(query.sla_class.name, len(query.output_token_ids))
         if query.session is not None:
             turns = self._by_session.get(query.session, {})
             turns.pop(query.query_id, None)
@@ -79,7 +96,8 @@ class Roster:
         return self.line
 
     def _tell(self, query: Query) -> None:
-        if query.row is None or query.query_id not in self.line.running:
+        outgrown = _raise_reserve(query)
+        if query.row is None or query.query_id not in self.line.running or outgrown:
             self.line.put(self._new_view(query))
             return
         # It has kept its row, so it has decoded and nothing else; whoever looks at it has a view made.
@@ -125,6 +143,15 @@ class Roster:
 
     def _view_now(self, query_id: str) -> QueryView:
         return self._new_view(self._queries[query_id])
+
+
+def _raise_reserve(query: Query) -> bool:
+    """Give a query that has emitted more than was reserved a larger reserve; returns whether it did."""
+    if query.reserved_tokens is None or len(query.output_token_ids) <= query.reserved_tokens:
+        return False
+    emitted, most = len(query.output_token_ids), query.sampling.max_tokens
+    query.reserved_tokens = raised(query.reserved_tokens, emitted, most)
+    return True
 
 
 def _ended(known: QueryView, query: Query) -> QueryView:

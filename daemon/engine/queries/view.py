@@ -41,6 +41,7 @@ def query_view(query: Query, layout: RecordLayout, *, inline: bool = False) -> Q
     """
     phase = _PHASES[query.state]
     cached = query.prefilled_tokens
+    reserved_tokens = query.sampling.max_tokens if query.reserved_tokens is None else query.reserved_tokens
     on_device = query.row is not None or query.kv is not None or query.prefill is not None
     return QueryView(
         query_id=query.query_id,
@@ -60,7 +61,7 @@ def query_view(query: Query, layout: RecordLayout, *, inline: bool = False) -> Q
         park_seq=query.park_seq,
         held=query.held,
         kv_bytes=layout.nbytes(cached) if on_device else 0,
-        reserved_bytes=layout.nbytes(len(query.prompt_token_ids) + query.sampling.max_tokens),
+        reserved_bytes=layout.nbytes(len(query.prompt_token_ids) + reserved_tokens),
         park_bytes=layout.nbytes(cached),
         to_prefill_tokens=0 if inline else query.to_prefill_tokens,
         ttft_target_s=query.sla_class.ttft_target_s,
