@@ -106,7 +106,8 @@ async def replay(
 
     async def run(seq: int, request: Request) -> Replayed:
         sla, weight = setup.classes.get(request.sla_class), setup.weight(request.tenant)
-        one = Replayed(Query(request, sla, seq, weight, progress_s=request.arrival_s))
+        most = request.output_tokens
+        one = Replayed(Query(request, sla, seq, weight, most, progress_s=request.arrival_s))
         await asyncio.sleep(request.arrival_s - (time.perf_counter() - began_s))
         one.sent_s = time.perf_counter() - began_s
         options: JobOptions = {

@@ -193,6 +193,7 @@ class EngineConfig(Section):
         quantum_tokens: Tokens a query decodes before it may be parked again.
         max_parks: Parks after which a query stays.
         ready_limit: Prefilled queries kept ahead of free rows.
+        overcommit: Reserve KV for the output expected of a class; false reserves all that is asked for.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row, or refuse it.
         deterministic: Give a query the same bits whatever the load is; see `LocalEngine`.
         kernels: Decode on a card through the ring's own kernels, where they are exact for the model.
@@ -213,6 +214,7 @@ class EngineConfig(Section):
     quantum_tokens: int = Field(default=16, ge=0)
     max_parks: int = Field(default=8, ge=0)
     ready_limit: int = Field(default=1, ge=0)
+    overcommit: bool = True
     one_at_a_time: bool = False
     deterministic: bool = False
     kernels: bool = True

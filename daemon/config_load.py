@@ -179,6 +179,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
         quantum_tokens=engine.quantum_tokens,
         max_parks=engine.max_parks,
         ready_limit=engine.ready_limit,
+        overcommit=engine.overcommit,
         one_at_a_time=engine.one_at_a_time,
         deterministic=engine.deterministic,
         kernels=engine.kernels,

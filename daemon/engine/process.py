@@ -231,6 +231,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         prefill=settings.prefill,
         chunk_tokens=settings.chunk_tokens or None,
         ready_limit=settings.ready_limit,
+        overcommit=settings.overcommit,
         max_query_tokens=settings.max_query_tokens or None,
         classes=SlaClasses(settings.classes),
         one_at_a_time=settings.one_at_a_time,

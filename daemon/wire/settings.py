@@ -54,6 +54,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         quantum_tokens: Tokens decoded between an admission and the next park.
         max_parks: Parks after which a query is not preemptible any more.
         ready_limit: Prefilled queries kept ahead of free rows.
+        overcommit: Where KV has a bound, reserve what is expected of a class, not all that is asked for.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
         deterministic: Give a query the same bits whatever the load is.
         kernels: Decode on a card through the ring's own kernels.
@@ -81,6 +82,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     quantum_tokens: int = 16
     max_parks: int = 8
     ready_limit: int = 1
+    overcommit: bool = True
     one_at_a_time: bool = False
     deterministic: bool = False
     kernels: bool = True

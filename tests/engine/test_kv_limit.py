@@ -25,7 +25,7 @@ SLAS = ("interactive", "standard", "batch")
 def test_tokens_are_the_same_while_the_budget_moves_in_every_step(
     llama: Any, make_engine: MakeEngine, solo: Solo, host_pool_bytes: int
 ) -> None:
-    """M4: written bytes stay within the budget of the step, unless a single query is left on the device."""
+    """M8: written bytes stay within the budget of the step, unless a single query is left on the device."""
     dice = random.Random(7)
     token_bytes = make_engine(llama).residency.batch.layout.record_bytes
     engine = make_engine(
@@ -60,7 +60,7 @@ def test_tokens_are_the_same_while_the_budget_moves_in_every_step(
 
 
 def test_a_slice_that_never_had_a_row_tells_its_tenant(llama: Any, make_engine: MakeEngine) -> None:
-    """M4: parked with its cause, for nobody, not counted against the cap; its first row is its start."""
+    """M8: parked with its cause, for nobody, not counted against the cap; its first row is its start."""
     engine = make_engine(llama, kv_budget_bytes=1 << 30, rows=1)
     layout = engine.residency.batch.layout
     events: list[object] = []

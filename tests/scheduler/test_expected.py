@@ -87,7 +87,7 @@ def test_kept_as_it_is_until_it_is_outgrown() -> None:
 def test_outputs_beyond_the_expectation_do_not_thrash(
     fake_engine: type[FakeEngine], policy: Fcfs | Priority, factor: int
 ) -> None:
-    """M4, S2: twice and six times as long as expected, for good: few parks a query, every token once.
+    """M8, S2: twice and six times as long as expected, for good: few parks a query, every token once.
 
     The fake engine holds each step to the budget. Strict reserves would let one run at a time.
     """
@@ -105,7 +105,7 @@ def test_outputs_beyond_the_expectation_do_not_thrash(
 
 
 def test_expected_reserves_let_more_run_than_strict_ones(fake_engine: type[FakeEngine]) -> None:
-    """M4: the same work in fewer steps, for all that is parked."""
+    """M8: the same work in fewer steps, for all that is parked."""
     steps = {}
     for expects in (None, 40):
         dice = random.Random(1)

@@ -32,7 +32,7 @@ def shed(plan: Plan) -> list[str]:
 
 
 def test_lowered_budget_parks_the_least_urgent_until_it_fits(plan: Planning, views: Views) -> None:
-    """M4: three rows of 58 written bytes, 174 in all, under a budget of 120."""
+    """M8: three rows of 58 written bytes, 174 in all, under a budget of 120."""
     urgent, middle, low = (views.running(sla) for sla in SLAS)
     result = plan(4, urgent, middle, low, kv_free_bytes=120 - 3 * 108)
     assert [(one.query_id, one.mode, one.for_query_id) for one in result.park] == [
@@ -42,7 +42,7 @@ def test_lowered_budget_parks_the_least_urgent_until_it_fits(plan: Planning, vie
 
 
 def test_what_is_promised_alone_parks_nobody(plan: Planning, views: Views) -> None:
-    """M4: 216 bytes are promised, 116 are written: under a budget of 116 both go on, and nobody new comes."""
+    """M8: 216 bytes are promised, 116 are written: under a budget of 116 both go on, and nobody new comes."""
     running, fresh = [views.running("batch"), views.running("batch")], views.waiting("batch")
     result = plan(4, *running, fresh, kv_free_bytes=116 - 216)
     assert result.empty
@@ -51,14 +51,14 @@ def test_what_is_promised_alone_parks_nobody(plan: Planning, views: Views) -> No
 
 
 def test_tokens_of_this_step_count(plan: Planning, views: Views) -> None:
-    """M4: two rows write two bytes more before anybody looks again; a parked one writes none."""
+    """M8: two rows write two bytes more before anybody looks again; a parked one writes none."""
     running = [views.running("batch"), views.running("batch")]
     assert not shed(plan(4, *running, kv_free_bytes=118 - 216, row_step_bytes=1))
     assert len(shed(plan(4, *running, kv_free_bytes=117 - 216, row_step_bytes=1))) == 1
 
 
 def test_neither_class_nor_quantum_nor_park_cap_protects(plan: Planning, views: Views) -> None:
-    """M4: memory that is not there can't be had from anybody else."""
+    """M8: memory that is not there can't be had from anybody else."""
     kept = views.running("interactive", since=50)
     young = views.running("interactive", since=1)
     capped = views.running("batch", parks=8)
@@ -67,7 +67,7 @@ def test_neither_class_nor_quantum_nor_park_cap_protects(plan: Planning, views: 
 
 
 def test_the_last_running_query_is_never_parked(plan: Planning, views: Views) -> None:
-    """M4, rule 7: under a budget below its need it goes on alone; slices give way to it."""
+    """M8, rule 7: under a budget below its need it goes on alone; slices give way to it."""
     running, ready = views.running("batch"), views.ready("interactive")
     result = plan(4, running, ready, kv_free_bytes=1 - 108 - 8)
     assert shed(result) == [ready.query_id]
@@ -75,7 +75,7 @@ def test_the_last_running_query_is_never_parked(plan: Planning, views: Views) ->
 
 @pytest.mark.parametrize("make", ["ready", "prefilling"])
 def test_slices_without_a_row_are_put_off_too(plan: Planning, views: Views, make: str) -> None:
-    """M4: a less urgent slice on the device goes before a row, and is not served in the same step."""
+    """M8: a less urgent slice on the device goes before a row, and is not served in the same step."""
     urgent = views.running("interactive")
     slice_ = getattr(views, make)("batch", prompt=30, park_bytes=30)
     written = 58 + slice_.kv_bytes
@@ -93,7 +93,7 @@ def test_who_is_held_by_hand_gives_way_first(plan: Planning, views: Views) -> No
 
 
 def test_who_is_not_needed_is_spared(plan: Planning, views: Views) -> None:
-    """M4: a small less urgent row is not parked where a larger one has to go anyhow."""
+    """M8: a small less urgent row is not parked where a larger one has to go anyhow."""
     small = views.running("batch", prompt=2, since=2)
     big, urgent = views.running("batch"), views.running("interactive")
     result = plan(4, urgent, big, small, kv_free_bytes=70 - 108 - 108 - 102)
@@ -186,7 +186,7 @@ def test_who_was_parked_comes_back_in_order_once_the_budget_is_raised(fake_engin
 
 
 def test_rows_follow_the_limit_down_and_up(fake_engine: type[FakeEngine]) -> None:
-    """M3: the row limit is lowered and raised; READY and parked queries get rows in order, all of them."""
+    """M8: the row limit is lowered and raised; READY and parked queries get rows in order, all of them."""
     engine = fake_engine(Priority(), rows=6, ready_limit=2)
     for number in range(16):
         engine.submit(SLAS[number % 3], 6, 60)
@@ -233,7 +233,7 @@ def test_all_finish_while_limits_move_in_every_step(  # noqa: PLR0917 - hypothes
     gate: Gate,
     host_bytes: int,
 ) -> None:
-    """M3, M4, S1: rows and budget change every step; nobody stalls, no token is lost or counted twice.
+    """M8: rows and budget change every step; nobody stalls, no token is lost or counted twice.
 
     The fake engine holds every step to the budget, unless a single query is left, and every plan to the
     contract.
