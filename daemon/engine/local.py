@@ -217,12 +217,7 @@ class LocalEngine:
         self.planner = Planner(_as_policy(policy), limits or PlannerLimits())
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._sampler = Sampler(self.model, self._tokenizer)
-        self._roster = Roster(
-            self.residency,
-            PolicyGuard(self.planner, counters),
-            inline=self._inline,
-            expected=ExpectedOutput() if overcommit and kv_budget_bytes is not None else None,
-        )
+        self._roster = Roster(self.residency, PolicyGuard(self.planner, counters), inline=self._inline)
         self.residency.on_lost = self._roster.note
         self._life = Lifecycle(
             self.residency,
@@ -247,6 +242,8 @@ class LocalEngine:
         self._governor = governor
         if governor is not None:
             governor.attach(serving.batch, serving.batch.layout.nbytes(self.max_query_tokens))
+        if overcommit and (kv_budget_bytes is not None or (governor is not None and governor.on)):
+            self._roster.expected = ExpectedOutput()
 
     def _note_serving(
         self, serving: Serving, max_query_tokens: int | None, chunk_tokens: int | Literal["auto"] | None

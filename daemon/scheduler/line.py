@@ -123,7 +123,7 @@ class Line:
             return
         self._rowless[query.query_id] = query
         self._count(query, 1)
-        if holds_device_bytes(query):
+        if query.kv_bytes and holds_device_bytes(query):
             self.holders[query.query_id] = query
         if query.held:
             self.held[query.query_id] = query
@@ -138,7 +138,8 @@ class Line:
             return
         self._count(query, -1)
         self.held.pop(query_id, None)
-        self.holders.pop(query_id, None)
+        if self.holders:
+            self.holders.pop(query_id, None)
         self._pending.pop(query.seq, None)
         self._claims.pop(query.seq, None)
         self._rota.pop(query.seq, None)

@@ -191,7 +191,7 @@ def test_lost_readings_hold_the_limits_and_jobs_finish(
 def test_limits_never_loosen_what_was_configured(
     around: Neighbourhood, governed: Callable[..., LocalEngine], llama: Any, rng: random.Random
 ) -> None:
-    engine = governed(kv_budget_bytes=1)
+    engine = governed(kv_budget_bytes=1 << 20)
     engine.close()
     assert around.closed
     assert engine.memory_status is None

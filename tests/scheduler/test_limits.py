@@ -223,6 +223,7 @@ MOVES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 200)), min_size=1, 
     chunk_tokens=st.sampled_from([None, 7]),
     gate=st.sampled_from([Gate.ITERATION, Gate.ITERATION, Gate.BATCH]),
     host_bytes=st.sampled_from([0, 60, 1 << 30]),
+    expects=st.sampled_from([None, 4]),
 )
 def test_all_finish_while_limits_move_in_every_step(  # noqa: PLR0917 - hypothesis passes by name
     fake_engine: type[FakeEngine],
@@ -232,17 +233,19 @@ def test_all_finish_while_limits_move_in_every_step(  # noqa: PLR0917 - hypothes
     chunk_tokens: int | None,
     gate: Gate,
     host_bytes: int,
+    expects: int | None,
 ) -> None:
     """M8: rows and budget change every step; nobody stalls, no token is lost or counted twice.
 
     The fake engine holds every step to the budget, unless a single query is left, and every plan to the
-    contract.
+    contract: who gets a row has all bytes it is expected to need.
     """
     engine = fake_engine(
         policy(),
         rows=3,
         limits=LIMITS,
         host_bytes=host_bytes,
+        expects=expects,
         chunk_tokens=chunk_tokens,
         gate=gate,
         kv_bytes=100,

@@ -28,32 +28,25 @@ class Roster:
         residency: Where their KV is, and what is kept of their sessions.
         guard: Its policy ranks and accounts for tokens.
         inline: Whether prompts are computed inside the batch step.
-        expected: Learns how long outputs are, and says what to reserve for new ones; None reserves all that
-            may come.
 
     Attributes:
+        expected: Learns how long outputs are, and says what to reserve for new ones; None reserves all that
+            may come.
         line: The queries in order, as of the last `refresh`.
     """
 
-    def __init__(
-        self,
-        residency: Residency,
-        guard: PolicyGuard,
-        *,
-        inline: bool,
-        expected: ExpectedOutput | None = None,
-    ) -> None:
+    def __init__(self, residency: Residency, guard: PolicyGuard, *, inline: bool) -> None:
+        self.expected: ExpectedOutput | None = None
         self.line = Line(guard.policy, self._view_now)
         self._residency, self._guard, self._inline = residency, guard, inline
-        self._expected = expected
         self._queries: dict[str, Query] = {}
         self._noted: dict[str, Query] = {}
         self._by_session: dict[SessionKey, dict[str, Query]] = {}
 
     def note(self, query: Query) -> None:
         """A query is new, or something of it may have changed."""
-        if self._expected is not None and query.query_id not in self._queries:
-            query.reserved_tokens = self._expected.tokens(query.sla_class.name, query.sampling.max_tokens)
+        if self.expected is not None and query.query_id not in self._queries:
+            query.reserved_tokens = self.expected.tokens(query.sla_class.name, query.sampling.max_tokens)
         self._queries[query.query_id] = self._noted[query.query_id] = query
         if query.session is not None:
             self._by_session.setdefault(query.session, {})[query.query_id] = query
@@ -67,8 +60,8 @@ class Roster:
         """A query has ended; the policy hears of it if it ever heard of the query."""
         self._queries.pop(query.query_id, None)
         self._noted.pop(query.query_id, None)
-        if self._expected is not None and query.state is QueryState.FINISHED:
-            self._expected.note(query.sla_class.name, len(query.output_token_ids))
+        if self.expected is not None and query.state is QueryState.FINISHED:
+            self.expected.note(query.sla_class.name, len(query.output_token_ids))
         if query.session is not None:
             turns = self._by_session.get(query.session, {})
             turns.pop(query.query_id, None)
