@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,8 +83,6 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
         embedded = None if settings.queue.named else EmbeddedRedis(settings.queue.state_dir)
         target = await stack.enter_async_context(redis_server(settings, embedded))
         _log.info("redis", server=await check_target(target, replicas=settings.queue.wait_replicas))
-        # It may have been away until now. Nobody else has jobs of a private one.
-        patient_until_s = time.monotonic() + (settings.queue.lease_s if embedded is None else 0.0)
         tokenizer = await asyncio.to_thread(parts.load_tokenizer, resolve_model_path(settings.model.path))
         ready = await _unless(stop, engine, listener.first_ready)
         loading.cancel()  # From now on it is the drain that is told.
@@ -99,7 +96,8 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
                 tokenizer=tokenizer,
                 tls_files=tls_files,
                 reread=reread,
-                patient_until_s=patient_until_s,
+                # Redis may have been away until then. Nobody else has jobs of a private one.
+                patient_s=settings.queue.lease_s if embedded is None else 0.0,
             )
             if embedded is not None:
                 front.metrics.embedded_restarts.set_function(lambda: embedded.restarts)

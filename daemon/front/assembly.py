@@ -48,7 +48,7 @@ class Assembly:
         tokenizer: Of its model.
         tls_files: Read already; None serves without.
         reread: Reads the settings again; raises ConfigError.
-        patient_until_s: Monotonic; by then all daemons that live have renewed their leases.
+        patient_s: Within it all daemons that live renew their leases, once this one is at work.
 
     Attributes:
         metrics: Figures.
@@ -75,7 +75,7 @@ class Assembly:
         tokenizer: Tokenizer,
         tls_files: TlsFiles | None,
         reread: Callable[[], Settings],
-        patient_until_s: float,
+        patient_s: float,
     ) -> None:
         self._settings, self._clients, self._ready = settings, clients, ready
         self._identities = identities = Identities(
@@ -90,14 +90,14 @@ class Assembly:
         self.reloader = Reloader(
             settings, reread, identities=identities, tls=self.tls, on_tenants=self._tenants_changed
         )
-        self._join_queue(link, patient_until_s)
+        self._join_queue(link, patient_s)
         self._make_services(tokenizer)
 
     def _tenants_changed(self) -> None:
         self.metrics.know_tenants(list(self._identities.tenants))
         self._calls.recheck()
 
-    def _join_queue(self, link: EngineLink, patient_until_s: float) -> None:
+    def _join_queue(self, link: EngineLink, patient_s: float) -> None:
         """Make all that moves jobs, and what is said of it to other daemons."""
         settings, clients, ready = self._settings, self._clients, self._ready
         classes, queue = settings.sla_classes, settings.queue
@@ -132,7 +132,7 @@ class Assembly:
             lease_s=queue.lease_s,
             claim_ahead=queue.claim_ahead,
             tenants=lambda: self._identities.limits,
-            patient_until_s=patient_until_s,
+            patient_s=patient_s,
         )
         self.state = DaemonState(
             link,

@@ -68,7 +68,7 @@ class Dispatcher:
         lease_s: Of claims.
         claim_ahead: Jobs of a class claimed beyond the rows.
         tenants: Gives shares and quotas by tenant as they are now.
-        patient_until_s: Monotonic; before it no job is taken back from a daemon that may live.
+        patient_s: For so long after its start no job is taken back from a daemon that may live.
 
     Attributes:
         snapshot: The batch as the engine last described it.
@@ -88,7 +88,7 @@ class Dispatcher:
         lease_s: float,
         claim_ahead: int,
         tenants: Callable[[], Mapping[str, TenantLimits]] = dict,
-        patient_until_s: float = 0.0,
+        patient_s: float = 0.0,
     ) -> None:
         self._store, self._hub, self._owner = store, hub, owner
         self._metrics = metrics
@@ -140,7 +140,7 @@ class Dispatcher:
             health=self._health,
             figures=self._figures,
             lease_s=lease_s,
-            patient_until_s=patient_until_s,
+            patient_s=patient_s,
             on_requeued=self.wake,
         )
         self.snapshot: Snapshot | None = None

@@ -28,7 +28,7 @@ class Reaper:
     """Reaps and counts; after Redis was away, not before all who live could renew leases that ran out.
 
     They run out only while it is away for long: calls that fail now and then put nothing off. A daemon that
-    starts can't know how long it was away.
+    starts can't know how long it was away, also while the model was loaded: its patience begins when it runs.
 
     Args:
         store: The queue.
@@ -36,7 +36,7 @@ class Reaper:
         health: Told how Redis answers.
         figures: Told the counts.
         lease_s: Of claims.
-        patient_until_s: Monotonic; nothing is taken back before.
+        patient_s: Nothing is taken back for so long after `run` began.
         on_requeued: Called when jobs wait again that nobody holds any more.
 
     Attributes:
@@ -51,24 +51,25 @@ class Reaper:
         health: RedisHealth,
         figures: Figures,
         lease_s: float,
-        patient_until_s: float,
+        patient_s: float,
         on_requeued: Callable[[], None],
     ) -> None:
         self._store, self._jobs, self._health, self._figures = store, jobs, health, figures
-        self._lease_s, self._patient_until_s, self._on_requeued = lease_s, patient_until_s, on_requeued
+        self._lease_s, self._patient_s, self._on_requeued = lease_s, patient_s, on_requeued
         self.counts: Counts | None = None
 
     async def run(self) -> None:
         """Reap and count until cancelled."""
         well_s = time.monotonic()
+        patient_until_s = well_s + self._patient_s
         while True:
             try:
                 with self._health.asking():
                     self.counts = await self._store.counts()
                     now_s = time.monotonic()
                     if now_s - well_s > REAP_EVERY_S + self._lease_s * AWAY_FOR_LONG:
-                        self._patient_until_s = now_s + self._lease_s
-                    reaped = await self._store.reap() if now_s >= self._patient_until_s else None
+                        patient_until_s = now_s + self._lease_s
+                    reaped = await self._store.reap() if now_s >= patient_until_s else None
                 well_s = time.monotonic()
             except BatondError as error:
                 self._health.note(error)

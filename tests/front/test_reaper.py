@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +51,7 @@ async def test_a_start_reaps_when_all_who_live_could_renew(
 ) -> None:
     """D2: it counts at once; what it takes back waits."""
     monkeypatch.setattr(reaper, "REAP_EVERY_S", 0.001)
-    at = scene(patient_until_s=time.monotonic() + patient_s)
+    at = scene(patient_s=patient_s)
     counted, reaped = asyncio.Semaphore(0), asyncio.Event()
 
     async def counts(counting: Any = at.queue.counts) -> Any:
@@ -69,3 +69,30 @@ async def test_a_start_reaps_when_all_who_live_could_renew(
             await counted.acquire()
     assert reaped.is_set() is reaps
     assert at.dispatcher.counts is not None
+
+
+async def test_patience_begins_when_the_model_is_loaded(
+    scene: MakeScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2: Redis may have been away during a long load; leases that ran out then are renewed by who lives."""
+    now_s = 0.0
+    monkeypatch.setattr(reaper, "REAP_EVERY_S", 0.001)
+    monkeypatch.setattr(reaper, "time", SimpleNamespace(monotonic=lambda: now_s))
+    at = scene(patient_s=10.0)
+    now_s = 100.0
+    reaped: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    async def counts(counting: Any = at.queue.counts) -> Any:
+        nonlocal now_s
+        now_s += 1.0
+        return await counting()
+
+    async def reap(reaping: Any = at.queue.reap) -> Any:
+        if not reaped.done():
+            reaped.set_result(now_s)
+        return await reaping()
+
+    monkeypatch.setattr(at.queue, "counts", counts)
+    monkeypatch.setattr(at.queue, "reap", reap)
+    async with at:
+        assert await asyncio.wait_for(reaped, 10) == 110.0
