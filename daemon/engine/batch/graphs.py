@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from batond.daemon.engine.model.causal import MODEL_ERRORS
+from batond.daemon.engine.model.causal import MODEL_ERRORS, first_line
 from batond.daemon.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def capture_steps(
         try:
             graphs.add(rows, capture(rows))
         except (*MODEL_ERRORS, UnsupportedModelError) as error:
-            said = str(error).strip().partition("\n")[0]
+            said = first_line(error)
             graphs.why_no_more = f"{type(error).__name__}: {said}"
             break
         last_s, graphs.seconds = clock() - began_s - graphs.seconds, clock() - began_s

@@ -8,6 +8,7 @@ from importlib import util
 import torch
 
 from batond.daemon.engine.batch.ring_rule import Ring, Rule
+from batond.daemon.engine.model.causal import first_line
 
 NO_CUDA_CARD = "there is no CUDA card"
 #: Tensor cores that take bfloat16 came with compute capability 8.0.
@@ -36,8 +37,7 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype) -> str:
     except torch.OutOfMemoryError:
         raise
     except Exception as problem:  # noqa: BLE001 - Triton and compilers raise all kinds; any means "no"
-        words = f"{type(problem).__name__}: {problem}".strip().split("\n", 1)[0]
-        return f"a kernel can't be built or run: {words}"
+        return f"a kernel can't be built or run: {type(problem).__name__}: {first_line(problem)}"
     return "" if error <= _TOLERANCE[dtype] else f"a kernel's result is off by {error:.1e}"
 
 

@@ -256,6 +256,11 @@ class CausalModel:
         return cache
 
 
+def first_line(error: BaseException) -> str:
+    """An exception's message without what follows its first line: CUDA's and Triton's advice is long."""
+    return str(error).strip().partition("\n")[0]
+
+
 def load_model(
     path: str | Path, *, dtype: str = "auto", device: str = "cpu", threads: int | None = None
 ) -> tuple[CausalModel, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from batond.daemon.engine.model.causal import MODEL_ERRORS
-from batond.daemon.engine.proof.probe import first_line, relative_error, tolerance
+from batond.daemon.engine.model.causal import MODEL_ERRORS, first_line
+from batond.daemon.engine.proof.probe import relative_error, tolerance
 from batond.daemon.engine.step.packing import DEFAULT_PACK_TOKENS, Packer
 from batond.daemon.errors import UnsupportedModelError
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batond.daemon.engine.model.causal import MODEL_ERRORS
+from batond.daemon.engine.model.causal import MODEL_ERRORS, first_line
 from batond.daemon.errors import ConfigError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -283,8 +283,3 @@ def _generate(
         ) from error
     logits = torch.stack([step[0] for step in out.logits]).float()
     return Reference(prompt, out.sequences[0, len(prompt) :].tolist(), logits)
-
-
-def first_line(error: Exception) -> str:
-    """An exception's message without what follows its first line."""
-    return str(error).split("\n", 1)[0]

@@ -9,7 +9,7 @@ import torch
 
 from batond.daemon.engine.batch.card_steps import WHOLE_CARD
 from batond.daemon.engine.batch.padded import PaddedBatch
-from batond.daemon.engine.model.causal import MODEL_ERRORS
+from batond.daemon.engine.model.causal import MODEL_ERRORS, first_line
 from batond.daemon.engine.model.layout import RecordLayout
 from batond.daemon.engine.model.recipe import MaskForm, Recipe
 from batond.daemon.engine.proof.far import (
@@ -25,7 +25,6 @@ from batond.daemon.engine.proof.probe import (
     Way,
     alone_references,
     chunk_error,
-    first_line,
     memory_named,
     references,
     shared_error,
