@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
@@ -17,8 +18,65 @@ LINE_CHARS: Final = 200
 #: A longer line is passed on in parts: what comes without an end must not grow for ever.
 LONGEST_LINE_BYTES: Final = 1 << 16
 STDERR: Final = 2
+#: Of what is passed on, so much waits for who reads our own standard error slowly; what is more is lost.
+MOST_WAITING_BYTES: Final = 1 << 20
 
 _UNPRINTABLE: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f-\x9f]+")
+
+
+class Outlet:
+    """Writes to a descriptor on a thread of its own: a pipe that nobody reads holds up nobody but the thread.
+
+    The descriptor itself must stay as it is: others share it, and don't expect a write that is refused.
+
+    Args:
+        descriptor: Where to.
+        most_bytes: What may wait; beyond, data is dropped, and a line says how much.
+    """
+
+    def __init__(self, descriptor: int, most_bytes: int = MOST_WAITING_BYTES) -> None:
+        self._descriptor, self._most_bytes = descriptor, most_bytes
+        self._changed = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = self._lost_bytes = 0  # What is being written counts as waiting.
+        self._thread: threading.Thread | None = None
+
+    def write(self, data: bytes) -> None:
+        """Pass data on, soon and whole, or not at all."""
+        with self._changed:
+            if self._waiting_bytes + len(data) > self._most_bytes:
+                self._lost_bytes += len(data)
+                return
+            if self._lost_bytes:
+                data = b"(%d bytes are lost: nobody read them)\n" % self._lost_bytes + data
+                self._lost_bytes = 0
+            self._waiting.append(data)
+            self._waiting_bytes += len(data)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="outlet", daemon=True)
+                self._thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all is written; returns whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting_bytes, timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                data = self._waiting.popleft()
+            size = len(data)
+            with contextlib.suppress(OSError):  # Nobody can read it: the log is lost, the jobs are not.
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            with self._changed:
+                self._waiting_bytes -= size
+                self._changed.notify_all()
+
+
+_stderr: Final = Outlet(STDERR)
 
 
 class Overheard(asyncio.Protocol):
@@ -54,6 +112,8 @@ class Overheard(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
         self._flush()
+        if not _stderr.wait(0.0):  # The daemon may be about to end.
+            await asyncio.to_thread(_stderr.wait, timeout_s)
         return " | ".join(line for line in map(_printable, self._lines) if line)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -65,7 +125,7 @@ class Overheard(asyncio.Protocol):
         whole, newline, self._rest = (self._rest + data).rpartition(b"\n")
         if newline:
             self._lines.extend(whole.rsplit(b"\n", LINES_KEPT)[-LINES_KEPT:])
-            _pass_on(whole + newline)
+            _stderr.write(whole + newline)
         if len(self._rest) > LONGEST_LINE_BYTES:
             self._flush()
 
@@ -77,14 +137,8 @@ class Overheard(asyncio.Protocol):
     def _flush(self) -> None:
         if self._rest:
             self._lines.append(self._rest)
-            _pass_on(self._rest)
+            _stderr.write(self._rest)
             self._rest = b""
-
-
-def _pass_on(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # Nobody reads our own: the log is lost, the jobs are not.
-        while data:
-            data = data[os.write(STDERR, data) :]
 
 
 def _printable(line: bytes) -> str:
