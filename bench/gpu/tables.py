@@ -197,7 +197,10 @@ def urgent_table(urgent: Urgent) -> Table:
         table.add_row(
             f"first token, {name} engine, ms", f"{one.first_ms.text()}, worst {one.first_ms.worst:.2f}"
         )
-        table.add_row(f"second token, {name} engine, ms", one.second_ms.text())
+        together = (
+            f"{one.same_step} of {one.second_ms.rounds} with the first"  # The row is there in its step.
+        )
+        table.add_row(f"second token, {name} engine, ms", f"{one.second_ms.text()}, {together}")
     table.add_row(
         "rows taken for them", f"{urgent.full.parks} in {urgent.full.first_ms.rounds} urgent queries"
     )

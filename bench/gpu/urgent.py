@@ -41,11 +41,14 @@ class Answers:
     Attributes:
         first_ms: From the submit to the first token, which the prompt's last chunk gives.
         second_ms: From the submit to the second token, which needs a row.
+        same_step: How often the row was there in the step of the first token, and the second one came with
+            it: both times are one then.
         parks: Rows taken for them.
     """
 
     first_ms: Spread
     second_ms: Spread
+    same_step: int
     parks: int
 
 
@@ -130,7 +133,7 @@ class EngineBench:
     def _answers(self, prompt_tokens: int) -> Answers:
         """Urgent queries one after the other; between two, everybody else is back in a row."""
         others = len(self._engine.queries)
-        first_s, second_s = [], []
+        first_s, second_s, later_steps = [], [], []
         for number in range(_WARM_UP + self._rounds):
             if number == _WARM_UP:
                 parks = self._engine.counters["parks"]
@@ -138,14 +141,17 @@ class EngineBench:
             query = self._submit(prompt_tokens, _ANSWER_TOKENS, _URGENT)
             self._until(partial(_has_tokens, query, 1))
             first_s.append(time.perf_counter() - began_s)
+            later_steps.append(self._engine.counters["steps"])
             self._until(partial(_has_tokens, query, 2))
             second_s.append(time.perf_counter() - began_s)
+            later_steps[-1] = self._engine.counters["steps"] - later_steps[-1]
             self._until(lambda: len(self._engine.queries) == self._running() == others)
             for _ in range(_SETTLE_STEPS):
                 self._engine.step()
         return Answers(
             first_ms=Spread.of(first_s[_WARM_UP:], 1e3),
             second_ms=Spread.of(second_s[_WARM_UP:], 1e3),
+            same_step=later_steps[_WARM_UP:].count(0),
             parks=self._engine.counters["parks"] - parks,
         )
 

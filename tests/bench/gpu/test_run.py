@@ -40,6 +40,7 @@ def test_the_whole_run_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.Monke
     urgent = shape["urgent"]
     assert (urgent["rows"], urgent["idle"]["parks"], urgent["full"]["parks"]) == (2, 0, 8)
     assert urgent["full"]["first_ms"]["median"] <= urgent["full"]["second_ms"]["median"]
+    assert urgent["idle"]["same_step"] == urgent["idle"]["first_ms"]["rounds"], "a row is there in its step"
     for title in (
         "Ceilings",
         "Decode step",

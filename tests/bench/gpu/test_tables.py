@@ -95,8 +95,8 @@ def test_the_bound_of_an_urgent_query_takes_the_worst_of_a_full_engine() -> None
         prompt_tokens=512,
         row_tokens=1100,
         engine_step_ms=some(10.0),
-        idle=Answers(first_ms=some(20.0, 20.0, 90.0), second_ms=some(20.0), parks=0),
-        full=Answers(first_ms=some(30.0, 30.0, 54.0), second_ms=some(40.0), parks=3),
+        idle=Answers(first_ms=some(20.0, 20.0, 90.0), second_ms=some(20.0), same_step=1, parks=0),
+        full=Answers(first_ms=some(30.0, 30.0, 54.0), second_ms=some(40.0), same_step=0, parks=3),
         park_ms=some(0.2),
         resume_ms=some(0.1),
         parked_tokens=1050,
@@ -105,6 +105,7 @@ def test_the_bound_of_an_urgent_query_takes_the_worst_of_a_full_engine() -> None
     lines = printed(tables.urgent_table(urgent))
     assert "rows taken for them 3 in 3 urgent queries" in lines
     assert "first token, full engine, ms 30.00 (30.00-49.20), worst 54.00" in lines
+    assert "second token, full engine, ms 40.00 (40.00-40.00), 0 of 1 with the first" in lines
     assert "worst first token / (step + 1.3 x idle) 1.50" in lines
 
 
