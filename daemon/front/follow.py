@@ -151,12 +151,16 @@ class Follower:
     async def _past(self, tenant: str, job_id: str, cursor: _Cursor) -> AsyncIterator[FollowEvent]:
         if not cursor.choices:
             cursor.choices = (await self._store.get(tenant, job_id)).choices
-        from_indexes = [cursor.next_index(choice) for choice in range(cursor.choices)]
-        sight = await self._lookout.look(tenant, job_id, from_indexes)
-        for chunks in sight.outputs:
-            for chunk in chunks:
-                if (wanted := cursor.take(chunk)) is not None:
-                    yield wanted
+        more = True
+        while more:  # A page at a time: a watcher who reads slowly keeps no more of a long job in memory.
+            from_indexes = cursor.next_indexes
+            sight = await self._lookout.look(tenant, job_id, from_indexes)
+            for chunks in sight.outputs:
+                for chunk in chunks:
+                    if (wanted := cursor.take(chunk)) is not None:
+                        yield wanted
+            # What a hand wrote may fill a page without a token.
+            more = sight.more and cursor.next_indexes != from_indexes
         cursor.waits = sight.state is JobState.QUEUED
         if sight.state is not None and sight.state.final:
             record = await self._store.get(tenant, job_id)
@@ -261,6 +265,11 @@ class _Cursor:
     def next_index(self, choice: int) -> int:
         """The first token of a choice that was not seen."""
         return self._seen(choice).next_index
+
+    @property
+    def next_indexes(self) -> list[int]:
+        """The same of each choice that the job has."""
+        return [self.next_index(choice) for choice in range(self.choices)]
 
     @property
     def lowest_index(self) -> int:

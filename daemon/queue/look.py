@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from redis.exceptions import RedisError, ResponseError
 
@@ -12,6 +12,12 @@ from batond.daemon.queue.records import Chunk, GarbageError, JobState, decode_ch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+#: Chunks that one look sees, of all choices: many looks share a round trip, whose answer is read at once.
+LOOK_CHUNKS: Final = 512
+#: Of one choice at least: more than lie at one index.
+_FEWEST_CHUNKS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +34,26 @@ class Look:
     job_id: str
     from_indexes: Sequence[int]
 
+    @property
+    def limit(self) -> int:
+        """Most chunks of each choice that are seen."""
+        return max(_FEWEST_CHUNKS, LOOK_CHUNKS // max(1, len(self.from_indexes)))
+
 
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What it sees.
 
     Attributes:
-        state: Of the job; None if it is gone, or can't be read. If it is final, `outputs` has all there is.
+        state: Of the job; None if it is gone, or can't be read.
         outputs: Committed chunks of each choice from the token wanted on; see `JobReader.read_chunks`.
+        more: There may be more of a choice: look again from where they end. If the state is final and this is
+            not set, `outputs` has all there is.
     """
 
     state: JobState | None
     outputs: list[list[Chunk]] = field(default_factory=list)
+    more: bool = False
 
 
 GONE = Sight(None)
@@ -89,4 +103,4 @@ def read_sight(state: Any, outputs: list[tuple[Any, Any]], look: Look) -> Sight:
         chunks = [read_output(*pair, index) for pair, index in zip(outputs, look.from_indexes, strict=True)]
     except GarbageError:
         return GONE
-    return Sight(read_state(state), chunks)
+    return Sight(read_state(state), chunks, more=any(len(page) >= look.limit for _, page in outputs))

@@ -190,14 +190,14 @@ class JobReader:
         return chunks
 
     async def look(self, looks: Sequence[Look]) -> list[Sight]:
-        """Gives state and committed output of many jobs, in one round trip."""
+        """Gives state and committed output of many jobs, in one round trip; of long output the beginning."""
         pipe = self._client.pipeline(transaction=False)
         for look in looks:
             ref = job_ref(look.tenant, look.job_id)
             # The state comes first: if it is final, all output is there to be read.
             pipe.hget(self.keys.job(ref), "state")
             for choice, from_index in enumerate(look.from_indexes):
-                ask_output(pipe, self.keys.out(ref, choice), from_index)
+                ask_output(pipe, self.keys.out(ref, choice), from_index, look.limit)
         # A key somebody wrote by hand fails its own look only.
         replies = iter(await self._ask(pipe.execute(raise_on_error=False)))
         return [

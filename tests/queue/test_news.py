@@ -6,16 +6,18 @@ import asyncio
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from batond.daemon.errors import UnavailableError
 from batond.daemon.front.follow import Ended, Follower
 from batond.daemon.front.hub import Hub
-from batond.daemon.queue import Chunk, JobState, NewsFeed
+from batond.daemon.queue import Chunk, JobState, NewsFeed, look
 from batond.daemon.queue import news as module
 from batond.daemon.queue.keys import Keys
 from batond.daemon.queue.look import Look, Sight
+from batond.daemon.queue.records import encode_chunk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -220,6 +222,47 @@ async def test_a_look_at_many_jobs_is_one_round_trip_and_garbage_fails_alone(que
     assert seen[0] == Sight(JobState.RUNNING, [[whole]]), "a chunk that reaches over the index comes whole"
     assert [sight.state for sight in seen[1:]] == [None] * 5
     assert await queue.store.look([]) == []
+
+
+async def test_a_long_job_is_watched_page_by_page(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes late gets every token of every choice, and the front has a page of them at a time."""
+    monkeypatch.setattr(look, "LOOK_CHUNKS", 40)
+    most = Look("t", "a", [0, 0]).limit
+    spec = queue.spec()
+    spec = msgspec.structs.replace(spec, sampling=msgspec.structs.replace(spec.sampling, n=2))
+    await queue.submit("a", spec_json=msgspec.json.encode(spec), choices=2)
+    job = await queue.claim_one()
+    count = 2 * most + 7
+    for i in range(count):
+        chunks = tuple(Chunk(first_index=i, token_ids=[i], choice=choice) for choice in (0, 1))
+        assert await queue.commit(queue.step(job, 0, chunks=chunks)) == []
+    (sight,) = await queue.store.look([Look("t", "a", [0, count - 1])])
+    assert ([len(chunks) for chunks in sight.outputs], sight.more) == ([most, 1], True)
+    (sight,) = await queue.store.look([Look("t", "a", [count - 3, count - 1])])
+    assert ([len(chunks) for chunks in sight.outputs], sight.more) == ([3, 1], False)
+    await queue.store.finish("d1", queue.step(job, count, state=JobState.SUCCEEDED, finish_reason="stop"))
+    follower = Follower(queue.store, Hub(), stopping=lambda: False)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    async with asyncio.timeout(TIMEOUT_S):
+        async for event in follower.follow("t", "a", 0):
+            if isinstance(event, Chunk):
+                seen[event.choice] += event.token_ids
+    assert seen == {0: list(range(count)), 1: list(range(count))}
+    assert isinstance(event, Ended)
+
+
+async def test_a_page_without_a_token_ends(queue: Queue) -> None:
+    """D13: somebody wrote it by hand."""
+    await queue.submit("a")
+    job = await queue.claim_one()
+    flush = encode_chunk(Chunk(first_index=0, token_ids=[], text=""))
+    for number in range(1, 2 + Look("t", "a", [0]).limit):
+        await queue.client.xadd(queue.store.keys.out("t/a"), {"c": flush}, id=f"0-{number}")
+    await queue.store.finish("d1", queue.step(job, 0, state=JobState.SUCCEEDED, finish_reason="stop"))
+    follower = Follower(queue.store, Hub(), stopping=lambda: False)
+    async with asyncio.timeout(TIMEOUT_S):
+        events = [event async for event in follower.follow("t", "a", 0)]
+    assert isinstance(events[-1], Ended)
 
 
 async def test_more_calls_at_once_than_connections_wait_for_one(queue: Queue) -> None:
