@@ -227,8 +227,8 @@ class Preempted:
 
     Attributes:
         reason: Why: "row" or "kv_bytes" (what a more urgent job needed), "row_limit", "kv_limit" (the
-            batch may hold less KV), "manual" (an operator), "engine_restart". Daemons
-            newer than this client may know others.
+            batch may hold less KV), "out_of_memory" (a computation found none), "manual" (an operator),
+            "engine_restart". Daemons newer than this client may know others.
         kept: Whether its KV was kept; if not, it is computed again.
         choice: Which of its choices.
     """

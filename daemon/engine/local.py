@@ -36,8 +36,10 @@ from batond.daemon.engine.queries.sessions import (
 from batond.daemon.engine.queries.view import free_bytes, memory_snapshot, snapshot
 from batond.daemon.engine.sampling.sampler import Sampler
 from batond.daemon.engine.sampling.text import TextStream
+from batond.daemon.engine.step.choosing import Choosing
 from batond.daemon.engine.step.decode import Decode
 from batond.daemon.engine.step.prompts import Prompts
+from batond.daemon.engine.step.relief import Relief
 from batond.daemon.errors import (
     ConfigError,
     InvalidRequestError,
@@ -227,8 +229,19 @@ class LocalEngine:
             counters,
             inline=self._inline,
         )
-        self._prompts = Prompts(self.residency, self._sampler, self._life, serving.packer)
-        self._decode = Decode(self.residency, self._sampler, self._life)
+        self._relief = Relief(self.residency, self._life, self._roster)
+        choosing = Choosing(self._sampler, self._relief, self._life)
+        self._prompts = Prompts(
+            self.residency,
+            self._sampler,
+            choosing,
+            self._life,
+            self._relief,
+            packer=serving.packer,
+            divisible=self.chunkable,
+            grid_tokens=self._chunk_tokens if self.deterministic else None,
+        )
+        self._decode = Decode(self.residency, self._sampler, choosing, self._life, self._relief)
         self._admission = Admission(
             self._sampler,
             vocab_size=self.model.vocab_size,
@@ -567,11 +580,15 @@ class LocalEngine:
         if self.on_plan is not None:
             self.on_plan(plan)
         self._prompts.run(plan.chunks)
-        self._take_rows(plan.park)
-        self._give_rows((*plan.resume, *plan.admit), plan.reasons)
-        self._load_ahead(plan.prefetch)
+        if not self._relief.struck:  # Else rows may have been parked, and whoever got one would lose it.
+            self._take_rows(plan.park)
+            self._give_rows((*plan.resume, *plan.admit), plan.reasons)
+        if not self._relief.struck:
+            self._load_ahead(plan.prefetch)
         decoded = self._decode.run()
-        if self._chunk_budget is not None and decoded and not (plan.park or plan.resume):
+        calm = not self._relief.struck
+        self._relief.note_step(decoded=decoded, prompts=bool(plan.chunks), rows=self.rows)
+        if self._chunk_budget is not None and decoded and calm and not (plan.park or plan.resume):
             tokens = sum(chunk.tokens for chunk in plan.chunks)
             self._chunk_budget.note(time.perf_counter() - began_s, tokens)
         return self._note_progress(plan, moved=decoded or not plan.empty)
@@ -583,7 +600,7 @@ class LocalEngine:
         rows, kv_budget_bytes = self._limits()
         view = BatchView(
             now_s=time.monotonic(),
-            rows=rows,
+            rows=self._relief.rows.bound(rows),
             queries=(),
             chunk_tokens=self._step_tokens(),
             ready_limit=self._ready_limit,
@@ -616,9 +633,11 @@ class LocalEngine:
 
     def _step_tokens(self) -> int | None:
         """Prompt tokens that the next step may compute; None is no bound."""
-        if self._chunk_budget is None:
-            return self._chunk_tokens
-        return self._chunk_budget.tokens(query.sla_class for _, query in self.residency.occupied)
+        tokens = self._chunk_tokens
+        if self._chunk_budget is not None:
+            tokens = self._chunk_budget.tokens(query.sla_class for _, query in self.residency.occupied)
+        most = self._relief.chunk.most
+        return tokens if most is None else min(most, most if tokens is None else tokens)
 
     def _note_reasons(self, plan: Plan) -> None:
         """Count why queries got rows or nothing."""
@@ -647,7 +666,9 @@ class LocalEngine:
         for query_id in query_ids:
             query = self.queries.get(query_id)
             if query is not None and (self._inline or not query.to_prefill_tokens):
-                self._life.place(query, reasons[query_id])
+                self._relief.place(query, reasons[query_id])
+                if self._relief.struck:
+                    return  # Nor is there room for those behind it.
 
     def _load_ahead(self, query_ids: Sequence[str]) -> None:
         """Begin to bring back the first query for which a row is about to come free."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from batond.daemon.scheduler.hints import speaks_for
 from batond.daemon.scheduler.planner import Planner
+from batond.daemon.scheduler.victims import VictimPool
 from batond.policies.base import CountsByOwner, TracksEnds
 from batond.policies.priority import Priority
 
@@ -59,6 +61,22 @@ class PolicyGuard:
         line.reorder(self._planner.policy)  # What it raised in the middle of is begun anew.
         substitute = Planner(Priority(), self._planner.limits)
         return substitute.plan(replace(view, queries=tuple(line.views)))
+
+    def least_urgent(self, line: Line, now_s: float, count: int) -> list[str]:
+        """Ids of the running queries that lose their rows first, whatever protects them otherwise.
+
+        Args:
+            line: Up to date.
+            now_s: Monotonic clock.
+            count: How many at most.
+        """
+        try:
+            views = VictimPool(line, now_s).least_urgent(count)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note(error, "classes decide who gives up a row")
+            running = [line.running.view(query_id) for query_id in line.running]
+            views = tuple(sorted(running, key=attrgetter("class_order", "seq"), reverse=True)[:count])
+        return [view.query_id for view in views]
 
     @property
     def counts_by_owner(self) -> bool:

@@ -55,6 +55,7 @@ class ParkCause(enum.StrEnum):
     KV_BYTES = "kv_bytes"  # a more urgent query needed memory of the batch
     ROW_LIMIT = "row_limit"  # fewer rows may be used
     KV_LIMIT = "kv_limit"  # the batch may hold less KV than it does
+    OUT_OF_MEMORY = "out_of_memory"  # a computation found no memory, and had to be repeated with more
     MANUAL = "manual"  # an operator asked
     ENGINE_RESTART = "engine_restart"  # the engine died; said by the front
 

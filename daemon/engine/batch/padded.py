@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from batond.daemon.engine.model.columns import put, release
+from batond.daemon.engine.model.columns import put, release, truncate
+from batond.daemon.engine.model.shortage import SHORTAGE_TYPES, is_shortage
 from batond.daemon.errors import UnsupportedModelError
 from batond.daemon.memory.use import NO_KEYS_AND_VALUES, ArenaUse
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from batond.daemon.engine.model.causal import CausalModel
-    from batond.daemon.engine.model.layout import RecordLayout
+    from batond.daemon.engine.model.layout import RecordLayout, Slot
     from batond.offload.slice import KVSlice
 
 
@@ -52,6 +53,7 @@ class PaddedBatch:
         # 1 where a row has a token. Rows shaped inline have holes, so a start index would not do.
         self._mask = torch.zeros(rows, 0, dtype=torch.bool, device=model.device)
         self._lengths = [0] * rows
+        self.intact = True
 
     @property
     def columns(self) -> int:
@@ -93,16 +95,20 @@ class PaddedBatch:
         self._require_idle(row)
         count = kv.n_tokens
         if self._cache is None:
-            self._cache = self._model.blank_cache(self.layout, self.rows, count)
-            self._mask = self._mask.new_zeros(self.rows, count)
+            mask = self._mask.new_zeros(self.rows, count)
+            self._cache, self._mask = self._model.blank_cache(self.layout, self.rows, count), mask
         elif count > self.columns:
             self._prepend(count - self.columns)
-        for slot in self.layout.token_slots:
-            target = slot.row(self._cache, row)
-            target[: self.columns - count] = 0
-            target[self.columns - count :] = self.layout.token_part(slot, kv)
-        for slot in self.layout.state_slots:
-            slot.row(self._cache, row).copy_(self.layout.state_part(slot, kv))
+        try:
+            for slot in self.layout.token_slots:
+                target = slot.row(self._cache, row)
+                target[: self.columns - count] = 0
+                target[self.columns - count :] = self.layout.token_part(slot, kv)
+            for slot in self.layout.state_slots:
+                slot.row(self._cache, row).copy_(self.layout.state_part(slot, kv))
+        except BaseException:
+            self.free(row)  # With the columns that were made for it.
+            raise
         self._mask[row] = False
         self._mask[row, self.columns - count :] = True
         self._lengths[row] = count
@@ -118,10 +124,14 @@ class PaddedBatch:
         self._lengths[row] = 0
         self._mask[row] = False
         if not any(self._lengths):
-            self._cache = None
+            self._cache, self.intact = None, True
             self._mask = self._mask[:, :0]
             return
-        self._release(int(self._mask.any(dim=0).int().argmax()))
+        try:
+            self._release(int(self._mask.any(dim=0).int().argmax()))
+        except SHORTAGE_TYPES as error:
+            if not is_shortage(error):
+                raise  # Else: the next row that is freed releases its columns.
 
     def step(self, tokens: Mapping[int, Sequence[int]], *, all_positions: bool = False) -> torch.Tensor:
         """Run the model over each row's new tokens, all ending in the newest column.
@@ -156,17 +166,22 @@ class PaddedBatch:
         # Idle rows see their own newest column: attention over nothing at all is not defined.
         seen = mask.long()
         seen[:, -1] = 1
-        output = self._model.run(
-            input_ids.to(device),
-            seen,
-            position_ids.to(device),
-            cache,
-            logits_to_keep=None if all_positions else 1,
-        )
+        try:
+            output = self._model.run(
+                input_ids.to(device),
+                seen,
+                position_ids.to(device),
+                cache,
+                logits_to_keep=None if all_positions else 1,
+            )
+            logits: torch.Tensor = output.logits
+            newest = (logits if all_positions else logits[:, -1]).float()
+        except BaseException:
+            self._roll_back()
+            raise
         self._cache = self._model.cache_of(output) if cache is None else cache
         self._mask, self._lengths = mask, lengths
-        logits: torch.Tensor = output.logits
-        return (logits if all_positions else logits[:, -1]).float()
+        return newest
 
     def check_integrity(self) -> None:
         """Raise AssertionError where mask, lengths and cache contradict each other."""
@@ -186,10 +201,30 @@ class PaddedBatch:
         """Left-pad all rows by `count` columns."""
         if self._cache is None:
             raise RuntimeError("an empty batch needs no padding")
-        for slot in self.layout.token_slots:
-            padding = slot.zeros(self.rows, count, self.device)
-            put(self._cache, slot, torch.cat([padding, slot.tensor(self._cache)], dim=slot.column_axis))
-        self._mask = torch.cat([self._mask.new_zeros(self.rows, count), self._mask], dim=1)
+        mask = torch.cat([self._mask.new_zeros(self.rows, count), self._mask], dim=1)
+        done: list[Slot] = []
+        try:
+            for slot in self.layout.token_slots:
+                padding = slot.zeros(self.rows, count, self.device)
+                put(self._cache, slot, torch.cat([padding, slot.tensor(self._cache)], dim=slot.column_axis))
+                done.append(slot)
+        except BaseException:
+            for slot in done:
+                release(self._cache, slot, count)
+            raise
+        self._mask = mask
+
+    def _roll_back(self) -> None:
+        """Take back what a forward that failed has written: layers before the one that failed have grown.
+
+        A state is overwritten in place, so there the rows are lost with the forward. An empty batch has
+        nothing to lose: its cache is taken over once the forward has succeeded.
+        """
+        if self._cache is None:
+            return
+        columns, cache = self.columns, self._cache
+        kept = [truncate(cache, slot, columns) for slot in self.layout.token_slots]
+        self.intact = self.intact and all(kept) and not self.layout.state_slots
 
     def _release(self, count: int) -> None:
         """Give back the `count` oldest columns."""

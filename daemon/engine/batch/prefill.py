@@ -43,6 +43,7 @@ class Prefill:
     ) -> None:
         self._batch = batch
         self._divisible = divisible
+        self._noted = True
         if kv is not None:
             batch.embed(0, kv)
 
@@ -50,6 +51,11 @@ class Prefill:
     def done_tokens(self) -> int:
         """Tokens computed so far."""
         return self._batch.lengths[0]
+
+    @property
+    def intact(self) -> bool:
+        """False after a chunk that failed and can't be taken back: the prompt must be begun anew."""
+        return self._batch.intact and self._noted
 
     def run(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Compute the next chunk.
@@ -77,7 +83,9 @@ class Prefill:
         for start in range(0, len(token_ids), most_tokens):
             first = self.done_tokens
             behind = self._batch.step({0: token_ids[start : start + most_tokens]}, all_positions=True)[0]
+            self._noted = False  # Tokens whose logits nobody has seen can't be gone on from.
             note(first, behind)
+            self._noted = True
         return behind[-1]
 
     def slice(self) -> KVSlice:

@@ -34,6 +34,13 @@ class Batch(Protocol):
         """
 
     @property
+    def intact(self) -> bool:
+        """False after a step that failed half-way and can't be taken back: no row holds what it held.
+
+        Such rows may only be freed; once all are, the batch is as new. True: the step can be done again.
+        """
+
+    @property
     def columns(self) -> int:
         """Live columns of the shared axis."""
 

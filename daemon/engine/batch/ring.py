@@ -18,6 +18,7 @@ column before that is written, and of every row that comes free.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,7 @@ from batond.daemon.engine.batch.ring_window import RingWindow, ranges_up_to
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from batond.daemon.engine.model.causal import CausalModel
     from batond.daemon.engine.model.layout import RecordLayout
@@ -55,7 +56,7 @@ class RingBatch:
         new_arena: Makes the storage of its records.
 
     Attributes:
-        likeliest: See `Batch`.
+        likeliest, intact: See `Batch`.
         card: What of a card it may use.
 
     Raises:
@@ -88,6 +89,7 @@ class RingBatch:
         self._state = torch.zeros(rows, layout.state_bytes, dtype=torch.uint8, device=model.device)
         self._lengths = [0] * rows
         self._cursor = -1  # Newest column; -1 before the first.
+        self.intact = True
         self.likeliest: torch.Tensor | None = None
         self._on_card: CardSteps | None = None
         if card.kernels:
@@ -196,11 +198,13 @@ class RingBatch:
         self._arena.release(row, self._ranges(self._lengths[row]))
         self._state[row] = 0
         self._lengths[row] = self._held_columns[row] = 0
+        self.intact = self.intact or not any(self._lengths)
 
     def step(self, tokens: Mapping[int, Sequence[int]]) -> torch.Tensor:
         """Run the model over one new token per occupied row.
 
-        A forward that fails leaves the books as they were; the column it wrote is written again by the next.
+        A forward that fails leaves the books as they were; the column it wrote is written again by the next,
+        and zeroed meanwhile, see `free`. What it did to states can't be taken back: `intact` says so.
 
         Args:
             tokens: One token by occupied row.
@@ -216,10 +220,14 @@ class RingBatch:
         for row in tokens:
             lengths[row] += 1
         self._commit_column(lengths, cursor)
-        if self._on_card is not None:
-            logits, self.likeliest = self._on_card.run(tokens, lengths, cursor)
-        else:
-            logits = self._torch_step(tokens, lengths, cursor)
+        try:
+            if self._on_card is not None:
+                logits, self.likeliest = self._on_card.run(tokens, lengths, cursor)
+            else:
+                logits = self._torch_step(tokens, lengths, cursor)
+        except BaseException:
+            self._give_up(tokens, cursor)
+            raise
         self._lengths, self._cursor = lengths, cursor
         self._expect_columns()
         return logits
@@ -236,6 +244,13 @@ class RingBatch:
             ahead = self._held_columns[row] + 1 - length
             if length and ahead <= _EXPECT_STEPS and length + ahead <= self.capacity:
                 self._arena.expect(row, (self._cursor + ahead) % self.capacity)
+
+    def _give_up(self, rows: Iterable[int], cursor: int) -> None:
+        """A forward over these rows has failed; its column may have been written in some layers."""
+        self.intact = self.intact and not self.layout.state_slots
+        with contextlib.suppress(RuntimeError):  # A device that is past use says so once more.
+            for row in rows:
+                self._storage[row, cursor] = 0
 
     def _torch_step(
         self, tokens: Mapping[int, Sequence[int]], lengths: Sequence[int], cursor: int

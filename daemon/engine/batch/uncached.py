@@ -39,6 +39,7 @@ class UncachedBatch:
 
     kind = "uncached"
     likeliest = None
+    intact = True
     memory = NO_KEYS_AND_VALUES
 
     def __init__(self, model: CausalModel, rows: int, *, shared: bool) -> None:
@@ -94,10 +95,15 @@ class UncachedBatch:
         Returns:
             float32 logits, shape [rows, vocabulary], or [rows, most new tokens, vocabulary] end-aligned.
         """
+        before = list(self._tokens)
         for row, new in tokens.items():
             self._tokens[row] = [*self._tokens[row], *new]
         width = max(len(new) for new in tokens.values()) if all_positions else 1
-        logits = self._together() if self._shared else self._one_by_one(list(tokens), width)
+        try:
+            logits = self._together() if self._shared else self._one_by_one(list(tokens), width)
+        except BaseException:
+            self._tokens = before
+            raise
         return logits[:, -width:] if all_positions else logits[:, -1]
 
     def check_integrity(self) -> None:

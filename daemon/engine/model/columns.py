@@ -75,6 +75,10 @@ class ColumnBuffer:
         """Give the `count` oldest columns back."""
         self._start += count
 
+    def truncate(self, count: int) -> None:
+        """Keep the `count` oldest live columns; what was written behind them is written again."""
+        self._end = self._start + count
+
     def set(self, value: torch.Tensor) -> None:
         """Replace all columns by `value`, which this buffer then owns."""
         self._buffer, self._start, self._end = value, 0, value.shape[self.axis]
@@ -214,3 +218,17 @@ def release(cache: Cache, slot: Slot, count: int) -> None:
         return
     live = slot.tensor(cache)
     slot.place.set(cache, live.narrow(slot.column_axis, count, live.shape[slot.column_axis] - count))
+
+
+def truncate(cache: Cache, slot: Slot, count: int) -> bool:
+    """Keep the `count` oldest columns of one tensor; no memory is needed.
+
+    Returns:
+        Whether that can be done: a tensor that is not in a buffer of ours may have been changed in place.
+    """
+    buffer = getattr(cache.layers[slot.layer], "buffers", {}).get(slot.attribute) if slot.layer >= 0 else None
+    if buffer is None:
+        return False
+    buffer.truncate(count)
+    slot.place.set(cache, buffer.view())
+    return True

@@ -8,6 +8,8 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+from batond.daemon.errors import ExhaustedError
+from batond.daemon.scheduler.plan import ParkMode
 from batond.daemon.wire.messages import (
     Finished,
     FinishReason,
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from batond.daemon.engine.queries.residency import Residency
     from batond.daemon.engine.queries.roster import Roster
     from batond.daemon.engine.sampling.sampler import Choice, Sampler
-    from batond.daemon.scheduler.plan import ParkMode
     from batond.daemon.wire.messages import QueryEvent
 
 _log = logging.getLogger(__name__)
@@ -108,6 +109,14 @@ class Lifecycle:
             )
         )
 
+    def stow(self, query: Query, *, cause: str) -> None:
+        """Take what a query without a row has on the device to the host: it goes on from there later."""
+        if query.state is not QueryState.PARKED:
+            self.park(query, ParkMode.OFFLOAD, cause=cause)
+            return
+        self._roster.note(query)
+        self._residency.vacate(query, ParkMode.OFFLOAD)
+
     def append(self, query: Query, choice: Choice) -> None:
         """Add a token to a query and end it where it must end."""
         token = choice.token_id
@@ -147,6 +156,24 @@ class Lifecycle:
             "INTERNAL",
             f"internal error {error_id}: the operator finds it in the log under this id",
         )
+        self.end(query, QueryState.FAILED, FinishReason.ERROR)
+
+    def fail_for_memory(self, query: Query) -> None:
+        """End one query for which there was no memory, though all that could be spared was given back."""
+        emitted = len(query.output_token_ids)
+        _log.error(
+            "query %s failed: no memory for its next forward, with nobody else in the batch; prompt of %d"
+            " tokens, %d of output",
+            query.query_id,
+            len(query.prompt_token_ids),
+            emitted,
+        )
+        self.counters["out_of_memory_failures"] += 1
+        message = (
+            f"out of memory after {emitted} tokens of output: shorten the prompt of"
+            f" {len(query.prompt_token_ids)} tokens, or try again when the device has more memory free"
+        )
+        query.error = (ExhaustedError.reason, message)
         self.end(query, QueryState.FAILED, FinishReason.ERROR)
 
     def end(self, query: Query, state: QueryState, reason: FinishReason) -> None:

@@ -11,13 +11,13 @@ once its host copy is complete (`outgoing.py`), and a host copy is discarded aft
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from batond.daemon.engine.batch.prefill import Prefill, PromptBatch
+from batond.daemon.engine.model.shortage import SHORTAGE_TYPES, is_shortage
 from batond.daemon.scheduler.plan import ParkMode
 from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
 
@@ -89,11 +89,19 @@ class Residency:
         self.store.collect()
 
     def prefill_of(self, query: Query) -> Prefill:
-        """The query's prompt computation: under way, parked half done, after its session's, or new."""
+        """The query's prompt computation: under way, parked half done, after its session's, or new.
+
+        Raises:
+            torch.OutOfMemoryError: What was computed already stays where it is.
+        """
         if query.prefill is None:
             parked = self._load(query) if query.on_host_tokens else None
             known = self._load_session(query) if parked is None else parked
-            query.prefill = Prefill(self._new_prefill_batch(), known, divisible=self._chunkable)
+            try:
+                query.prefill = Prefill(self._new_prefill_batch(), known, divisible=self._chunkable)
+            except SHORTAGE_TYPES:
+                self._put_back(query, parked)
+                raise
             if parked is not None:
                 self._let_go(query)
         return query.prefill
@@ -112,9 +120,29 @@ class Residency:
             return
         if query.query_id in self._outgoing:
             return  # It has not left the device yet.
-        with contextlib.suppress(torch.OutOfMemoryError, CopyFailedError):
+        try:
             self._ahead = self.store.begin_load(query.query_id, self.batch.device)
-            self._counters["loads_ahead"] += 1
+        except CopyFailedError:
+            return
+        except SHORTAGE_TYPES as error:
+            if not is_shortage(error):
+                raise
+            return
+        self._counters["loads_ahead"] += 1
+
+    def give_back(self) -> int:
+        """Give back what nobody needs just now: copies begun ahead, slices that are leaving, pooled pages.
+
+        Returns:
+            Bytes that the batch gave back to the system; what the allocator of tensors did is not counted.
+        """
+        self.load_ahead(None)
+        self._outgoing.finish_all()
+        self.store.collect()
+        freed_bytes = self.batch.trim()
+        if self.batch.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return freed_bytes
 
     def expect_session(self, query: Query) -> None:
         """Find out what its session would spare a query, where that may have changed."""
@@ -129,10 +157,7 @@ class Residency:
         """Keep the slice of a finished turn for the next one, if there is room."""
         if query.session is None or not self.sessions.most_bytes:
             return
-        try:
-            kv = self._device_copy(query)
-        except torch.OutOfMemoryError:
-            return  # No room for the copy: the next turn is computed whole.
+        kv = self._copy_if_room(query)  # Without room, the next turn is computed whole.
         if kv is not None:
             self.sessions.keep(query.session, query.to_cache_token_ids, kv)
 
@@ -141,6 +166,9 @@ class Residency:
 
         Returns:
             The row; None if the parked copy was damaged, which leaves the query to be computed again.
+
+        Raises:
+            torch.OutOfMemoryError: No room; its KV stays where it is, and this can be tried again.
         """
         kv = query.kv
         if kv is None and query.on_host_tokens:
@@ -149,7 +177,11 @@ class Residency:
                 return None
         row = self._free_row(avoid=query.last_row)
         if kv is not None:
-            self.batch.embed(row, kv)
+            try:
+                self.batch.embed(row, kv)
+            except SHORTAGE_TYPES:
+                self._put_back(query, kv)
+                raise
             query.replay_left = len(query.to_cache_token_ids) - kv.n_tokens
         self._let_go(query)
         query.kv, query.row = None, row
@@ -160,14 +192,16 @@ class Residency:
         """Take row and device memory from the query.
 
         Returns:
-            Bytes kept in the host pool (0 if there was nothing to keep), or None if the KV was dropped.
+            Bytes kept in the host pool (0 if there was nothing to keep), or None if the KV was dropped: as
+            told, because there was no room, or because a step that failed has left nothing to keep.
         """
-        kv = self._device_copy(query)
-        query.computed_tokens = max(query.computed_tokens, kv.n_tokens if kv else 0)
+        tokens = self._device_tokens(query)
+        query.computed_tokens = max(query.computed_tokens, tokens)
         kept: int | None = 0
-        if kv is not None:
-            kept = self._store(query, kv) if mode is ParkMode.OFFLOAD else None
-            query.on_host_tokens = kv.n_tokens if kept is not None else 0
+        if tokens:
+            kv = self._copy_if_room(query) if mode is ParkMode.OFFLOAD else None
+            kept = None if kv is None else self._store(query, kv)
+            query.on_host_tokens = 0 if kept is None else tokens
         self._leave_device(query)
         return kept
 
@@ -191,19 +225,33 @@ class Residency:
             if owner is not None and owner.row != row:
                 raise AssertionError(f"query {owner.query_id} believes to be in row {owner.row}, is in {row}")
 
+    def _device_tokens(self, query: Query) -> int:
+        """Tokens whose KV the query has on the device."""
+        if query.row is not None:
+            return self.batch.lengths[query.row]
+        if query.prefill is not None:
+            return query.prefill.done_tokens
+        return query.kv.n_tokens if query.kv is not None else 0
+
     def _device_copy(self, query: Query) -> KVSlice | None:
         if query.row is not None:
-            return self._extract(query.row) if self.batch.lengths[query.row] else None
+            whole = self.batch.lengths[query.row] and self.batch.intact
+            return self.batch.extract(query.row) if whole else None
         if query.prefill is not None:
-            return query.prefill.slice() if query.prefill.done_tokens else None
+            whole = query.prefill.done_tokens and query.prefill.intact
+            return query.prefill.slice() if whole else None
         return query.kv
 
-    def _extract(self, row: int) -> KVSlice:
-        try:
-            return self.batch.extract(row)
-        except torch.OutOfMemoryError:
-            self._outgoing.finish_all()  # Slices under way take room on the device.
-            return self.batch.extract(row)
+    def _copy_if_room(self, query: Query) -> KVSlice | None:
+        """The query's KV as a slice; None if there is none, or no memory for the copy."""
+        for _ in range(2):
+            try:
+                return self._device_copy(query)
+            except SHORTAGE_TYPES as error:
+                if not is_shortage(error):
+                    raise
+            self.give_back()  # Slices under way take room on the device.
+        return None
 
     def _leave_device(self, query: Query) -> None:
         query.kv = query.prefill = None
@@ -220,9 +268,16 @@ class Residency:
             self._outgoing.start(
                 query.query_id, kv, self.batch.layout.digest, on_lost=partial(self._lost, query)
             )
-        except (HostPoolFullError, CopyFailedError):
+        except (HostPoolFullError, CopyFailedError, MemoryError):
             return None
         return kv.nbytes
+
+    def _put_back(self, query: Query, kv: KVSlice | None) -> None:
+        """What was brought back found no room: it must not be lost if the host has no copy of it any more."""
+        if kv is None or kv is query.kv or query.on_host_tokens:
+            return
+        kept = self._store(query, kv)
+        query.on_host_tokens = 0 if kept is None else kv.n_tokens
 
     def _lost(self, query: Query) -> None:
         query.on_host_tokens = 0

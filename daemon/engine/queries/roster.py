@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -108,6 +109,11 @@ class Roster:
             view: Everything but the queries.
         """
         return self._guard.plan(view, self.line)
+
+    def least_urgent(self, count: int) -> list[Query]:
+        """Who loses a row first now, in the middle of a step; whatever protects them otherwise."""
+        line = self.refresh()
+        return [self._queries[name] for name in self._guard.least_urgent(line, time.monotonic(), count)]
 
     def check_integrity(self, queries: dict[str, Query]) -> None:
         """Raise AssertionError where a change was not noted."""

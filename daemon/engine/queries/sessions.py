@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
+from batond.daemon.engine.model.shortage import SHORTAGE_TYPES, is_shortage
 from batond.daemon.errors import InvalidRequestError
 from batond.daemon.requests.params import MAX_CLIENT_ID_CHARS
 from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
+    import torch
 
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.engine.queries.outgoing import Outgoing
@@ -183,7 +184,11 @@ class Sessions:
         except SliceCorruptError:
             self._drop(key)
             return None
-        except (CopyFailedError, torch.OutOfMemoryError):
+        except CopyFailedError:
+            return None
+        except SHORTAGE_TYPES as error:
+            if not is_shortage(error):
+                raise
             return None
         self.touch(key)
         self._counters["session_hits"] += 1

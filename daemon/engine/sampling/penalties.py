@@ -62,7 +62,7 @@ class TokenCounts:
         return int(self._table.shape[0])
 
     def rows(self, histories: Sequence[History]) -> torch.Tensor:
-        """Counts as of now.
+        """Counts as of now. A call that fails may have counted in part: `forget` the keys, and ask again.
 
         Args:
             histories: One per row wanted; keys differ.
@@ -97,9 +97,9 @@ class TokenCounts:
         """Give each a slot that holds its prompt."""
         missing = len(histories) - len(self._idle)
         if missing > 0:
-            grown = max(missing, self.slots)  # Doubling: a copy per query would be quadratic.
-            self._idle += range(self.slots, self.slots + grown)
+            grown, first = max(missing, self.slots), self.slots  # Doubling: a copy per query is quadratic.
             self._table = torch.cat([self._table, self._table.new_zeros(grown, self._vocab_size)])
+            self._idle += range(first, first + grown)
         cells: list[int] = []
         for history in histories:
             slot = self._slots[history.key] = _Slot(self._idle.pop(), 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from batond.daemon.engine.model.shortage import SHORTAGE_TYPES, is_shortage
 from batond.daemon.engine.sampling.sampler import Choice
+from batond.daemon.engine.step.relief import NoMemoryError
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +15,24 @@ if TYPE_CHECKING:
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.engine.queries.residency import Residency
     from batond.daemon.engine.sampling.sampler import Sampler
+    from batond.daemon.engine.step.choosing import Choosing
+    from batond.daemon.engine.step.relief import Relief
+
+
+class Computed(NamedTuple):
+    """A forward of the batch.
+
+    Attributes:
+        rows: Rows it computed, and their owners.
+        cached: Tokens of every row before it.
+        new_tokens: Tokens it computed, by row.
+        logits: float32, shape [rows, vocabulary].
+    """
+
+    rows: list[tuple[int, Query]]
+    cached: list[int]
+    new_tokens: dict[int, int]
+    logits: torch.Tensor
 
 
 class Decode:
@@ -23,44 +43,87 @@ class Decode:
 
     Args:
         residency: Whose batch.
-        sampler: Chooses the tokens.
+        sampler: Knows which rows want nothing but the likeliest token.
+        choosing: Chooses the tokens.
         life: Is told what was computed, and takes the tokens.
+        relief: Gives memory back where a forward finds none.
     """
 
-    def __init__(self, residency: Residency, sampler: Sampler, life: Lifecycle) -> None:
-        self._residency, self._sampler, self._life = residency, sampler, life
+    def __init__(
+        self, residency: Residency, sampler: Sampler, choosing: Choosing, life: Lifecycle, relief: Relief
+    ) -> None:
+        self._residency, self._sampler, self._choosing = residency, sampler, choosing
+        self._life, self._relief = life, relief
+        self._alone: Query | None = None
 
     def run(self) -> bool:
         """One step; False if every row is idle."""
-        occupied = self._residency.occupied
-        if not occupied:
+        if not self._residency.occupied:
             return False
+        computed = self._compute()
+        if computed is None:
+            return True
+        self._alone = None
+        for row, query in computed.rows:
+            if not computed.cached[row]:  # Inline: this step prefilled the newcomer (vector shaping).
+                self._life.count_prefill(query, 0, computed.new_tokens[row])
         batch = self._residency.batch
+        busy = len(computed.rows)
+        self._life.count_decode(batch.rows, idle=batch.rows - busy, waiting=len(self._life.queries) > busy)
+        decoding = [(row, query) for row, query in computed.rows if not query.replay_left]
+        for row, query in computed.rows:
+            if query.replay_left:
+                self._note_replayed(query, computed.cached[row], computed.logits[row])
+        if decoding:
+            self._append(decoding, computed.logits)
+        return True
+
+    def _compute(self) -> Computed | None:
+        """The forward, with as many rows as there is memory for; None if there is none for a single one."""
+        try:
+            return self._relief.survive(self._forward, keep_rows=1)
+        except NoMemoryError:
+            self._life.fail_for_memory(self._residency.occupied[0][1])  # It is alone: the culprit.
+        except _RowsLostError as lost:
+            said = str(lost)
+            self._drop_rows(said)
+        return None
+
+    def _forward(self) -> Computed:
+        """Can be repeated after a shortage, with fewer rows."""
+        batch, occupied = self._residency.batch, self._residency.occupied
         cached = list(batch.lengths)
         inputs = {row: query.uncached_token_ids(cached[row]) for row, query in occupied}
-        for row, query in occupied:
-            if not cached[row]:  # Inline: this step prefills the newcomer (vector shaping).
-                self._life.count_prefill(query, 0, len(inputs[row]))
-        logits = batch.step(inputs)
-        self._life.count_decode(
-            batch.rows, idle=batch.rows - len(occupied), waiting=len(self._life.queries) > len(occupied)
-        )
-        decoding = [(row, query) for row, query in occupied if not query.replay_left]
-        for row, query in occupied:
-            if query.replay_left:
-                self._note_replayed(query, cached[row], logits[row])
-        if decoding:
-            self._append(decoding, logits)
-        return True
+        try:
+            logits = batch.step(inputs)
+        except SHORTAGE_TYPES as error:
+            if is_shortage(error) and not batch.intact:
+                raise _RowsLostError(str(error)) from None
+            raise
+        return Computed(occupied, cached, {row: len(new) for row, new in inputs.items()}, logits)
+
+    def _drop_rows(self, said: str) -> None:
+        """The rows are lost with the forward: all are computed again, fewer at once.
+
+        A query that is alone when that happens gets one more try, alone again.
+        """
+        self._relief.note(said)
+        queries = [query for _, query in self._residency.occupied]
+        alone = queries[0] if len(queries) == 1 else None
+        self._relief.drop_rows()
+        if alone is not None and alone is self._alone:
+            self._life.fail_for_memory(alone)
+            alone = None
+        self._alone = alone
 
     def _note_replayed(self, query: Query, index: int, logits: torch.Tensor) -> None:
         """The KV of a token emitted before exists again; what follows it is known."""
+        if query.lacks_given_logprobs and not self._choosing.record_given(query, index, logits[None]):
+            return
         query.replay_left -= 1
         query.since_admission_tokens += (
             1  # Counts for the quantum: an urgent query doesn't wait for a replay.
         )
-        if query.lacks_given_logprobs:
-            self._sampler.record_given(query, index, logits[None])
         self._life.count_prefill(query, index, 1)
 
     def _append(self, decoding: list[tuple[int, Query]], logits: torch.Tensor) -> None:
@@ -69,9 +132,13 @@ class Decode:
         known = self._residency.batch.likeliest
         if known is not None and self._sampler.takes_likeliest(queries):
             token_ids = known.tolist()
-            choices = [Choice(token_ids[row]) for row, _ in decoding]
+            chosen = [(query, Choice(token_ids[row])) for row, query in decoding]
         else:
-            choices = self._sampler.choose(logits[[row for row, _ in decoding]], queries)
-        for query, choice in zip(queries, choices, strict=True):
+            chosen = self._choosing.choose(logits, [row for row, _ in decoding], queries)
+        for query, choice in chosen:
             self._life.count_output(query)
             self._life.append(query, choice)
+
+
+class _RowsLostError(Exception):
+    """A forward has failed for want of memory, and its rows can't be gone on from."""

@@ -6,8 +6,8 @@ from typing import Final
 
 import torch
 
-#: cudaErrorMemoryAllocation: the driver had no room, and nothing is broken.
-_OUT_OF_MEMORY: Final = 2
+from batond.daemon.engine.model.shortage import is_shortage
+
 #: What torch and its libraries say once the context of the device is past use, or their results are.
 _BROKEN: Final = ("CUDA error:", "HIP error:", "device-side assert", "CUBLAS_STATUS_", "CUDNN_STATUS_")
 
@@ -18,8 +18,8 @@ def breaks_device(error: BaseException) -> bool:
     After a device assert or an illegal access every later call of the process fails too: failing the query
     in whose prefill it showed would let the engine go on and fail all others one by one.
     """
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_shortage(error):
         return False
     if isinstance(error, torch.AcceleratorError):
-        return getattr(error, "error_code", None) != _OUT_OF_MEMORY
+        return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _BROKEN)
