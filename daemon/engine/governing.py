@@ -6,9 +6,9 @@ holds, the pool of the arena.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 import psutil
@@ -27,7 +27,7 @@ from batond.daemon.memory.governor import (
 )
 from batond.daemon.memory.nvml import NvmlSource
 from batond.daemon.memory.readings import HostSource, ReadingLost
-from batond.daemon.memory.watch import DEFAULT_INTERVAL_S, MemoryWatch
+from batond.daemon.memory.watch import DEFAULT_INTERVAL_S, MemoryWatch, read_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,12 +132,10 @@ class Governing:
         )
         if self._mode == "auto" and not batch.memory.elastic:
             self.why = "off: this batch could give nothing back"
-        elif watch.sample():
+        elif self._begin(watch):
             self.on, self.why, self._watch = True, f"on, by {self._source.name}", watch
             if not batch.memory.elastic:
                 _log.warning("the memory governor is on, but this batch gives back little")
-            if self._threaded:
-                watch.start()
         else:
             self.why = f"off: {self._source.name} can't be read: {watch.last_failure}"
         _log.info("memory governor %s", self.why)
@@ -149,6 +147,12 @@ class Governing:
                 f"memory.governor is 'on', but {self._source.name} can't be read: {watch.last_failure}",
                 reason="MEMORY_NOT_READABLE",
             )
+
+    def _begin(self, watch: MemoryWatch) -> bool:
+        if not self._threaded:
+            return watch.sample()
+        watch.start()
+        return watch.wait_first()
 
     def limits(self, running: int, least_bytes: Callable[[], int]) -> MemoryLimits | None:
         """What the batch may take from now on; gives back at once what it may not keep.
@@ -253,9 +257,14 @@ def measure_own_use(batch: Batch, context_bytes: int = 0) -> OwnUse:
     else:
         # Shared pages are files, such as weights that are mapped: the kernel drops them before anybody is
         # killed, and counts them as free.
-        info = psutil.Process().memory_info()
+        info = _this_process().memory_info()
         outside = info.rss - info.shared - in_arena
     return OwnUse(use.committed_bytes, use.pooled_bytes, max(0, outside), context_bytes)
+
+
+@functools.cache
+def _this_process() -> psutil.Process:
+    return psutil.Process()
 
 
 def make_governing(settings: MemorySettings, device_name: str) -> Governing | None:
@@ -275,7 +284,8 @@ def make_governing(settings: MemorySettings, device_name: str) -> Governing | No
     context_bytes = 0
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        source = NvmlSource(str(properties.uuid), int(properties.total_memory))
+        uuid = getattr(properties, "uuid", "")  # Other makers' cards have none, and no NVML.
+        source = NvmlSource(str(uuid), int(properties.total_memory))
         context_bytes = _measure_context(source, device)
     marks = Watermarks(
         low=settings.low_watermark,
@@ -288,17 +298,17 @@ def make_governing(settings: MemorySettings, device_name: str) -> Governing | No
         Governor(marks),
         mode=mode,
         interval_s=settings.sample_ms / 1000,
-        own_use=partial(measure_own_use, context_bytes=context_bytes),
+        own_use=functools.partial(measure_own_use, context_bytes=context_bytes),
     )
 
 
 def _measure_context(source: MemorySource, device: torch.device) -> int:
     """Bytes that this process's CUDA context takes; 0 where it can't be told, then they count as others'."""
     try:
-        before = source.read()
+        before = read_within(source)
         torch.zeros(1, device=device)
         torch.cuda.synchronize(device)
-        taken = before.free_bytes - source.read().free_bytes - torch.cuda.memory_reserved(device)
+        taken = before.free_bytes - read_within(source).free_bytes - torch.cuda.memory_reserved(device)
     except ReadingLost:
         return 0
     return taken if 0 < taken <= MOST_CONTEXT_BYTES else 0

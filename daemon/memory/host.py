@@ -26,6 +26,9 @@ AUTO_FRACTION = 0.5
 #: Control groups without a limit say "max" (v2) or a number near 2^63 (v1); nobody has this much memory.
 UNLIMITED_BYTES = 1 << 60
 PAGE_BYTES = resource.getpagesize()
+#: Files of limits by version. Above memory.high nothing is killed, but everything is slowed down until it is
+#: unusable.
+_LIMITS = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 CAP_IPC_LOCK = 14  # Number of the capability in CapEff; see capabilities(7).
 
 
@@ -135,26 +138,38 @@ def cgroup_free_bytes(root: Path = Path("/")) -> int | None:
     Returns:
         The least over the group and all its parents; None without limit.
     """
-    free = [
-        limit - used
-        for folder, version in _cgroup_folders(root)
-        if (limit := _cgroup_limit(folder, version)) is not None
-        and (used := _cgroup_used(folder, version)) is not None
-    ]
-    return max(min(free), 0) if free else None
+    return CgroupMemory(root).read()[1]
 
 
-def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
-    """The tightest limit that a control group sets this process, whatever is used of it.
+class CgroupMemory:
+    """The control groups of this process, found once and read often.
 
     Args:
         root: Of the file system.
-
-    Returns:
-        The least over the group and all its parents; None without limit.
     """
-    limits = (_cgroup_limit(folder, version) for folder, version in _cgroup_folders(root))
-    return min((limit for limit in limits if limit is not None), default=None)
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._folders = [
+            (folder, version)
+            for folder, version in _cgroup_folders(root)
+            if any((folder / name).exists() for name in _LIMITS[version])
+        ]
+
+    def read(self) -> tuple[int | None, int | None]:
+        """The tightest limit, and the least that a limit leaves, over the group and all its parents.
+
+        Returns:
+            Bytes; None without a limit, or where what is used of it is not told.
+        """
+        limits: list[int] = []
+        left: list[int] = []
+        for folder, version in self._folders:
+            limit = _cgroup_limit(folder, version)
+            used = None if limit is None else _cgroup_used(folder, version)
+            if limit is not None and used is not None:
+                limits.append(limit)
+                left.append(max(limit - used, 0))
+        return min(limits, default=None), min(left, default=None)
 
 
 def memlock_free_bytes(
@@ -199,9 +214,7 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _cgroup_limit(folder: Path, version: int) -> int | None:
-    # Above memory.high nothing is killed, but everything is slowed down until it is unusable.
-    names = ("memory.max", "memory.high") if version > 1 else ("memory.limit_in_bytes",)
-    numbers = [number for name in names if (number := _number(folder / name)) is not None]
+    numbers = [number for name in _LIMITS[version] if (number := _number(folder / name)) is not None]
     limit = min(numbers, default=UNLIMITED_BYTES)
     return limit if limit < UNLIMITED_BYTES else None
 

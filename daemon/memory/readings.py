@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from batond.daemon.memory.host import cgroup_free_bytes, cgroup_limit_bytes
+from batond.daemon.memory.host import CgroupMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +82,7 @@ class HostSource:
         virtual_memory: Callable[[], Any] = psutil.virtual_memory,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._root, self._virtual_memory, self._clock = root, virtual_memory, clock
+        self._groups, self._virtual_memory, self._clock = CgroupMemory(root), virtual_memory, clock
 
     def read(self) -> MemoryReading:
         """Ask the kernel.
@@ -93,8 +93,7 @@ class HostSource:
         at_s = self._clock()
         try:
             system = self._virtual_memory()
-            limit_bytes = cgroup_limit_bytes(self._root)
-            left_bytes = cgroup_free_bytes(self._root)
+            limit_bytes, left_bytes = self._groups.read()
         except (OSError, ValueError, RuntimeError, psutil.Error) as error:
             raise ReadingLost(f"{type(error).__name__}: {error}") from error
         total_bytes, free_bytes = int(system.total), int(system.available)

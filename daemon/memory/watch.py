@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DEFAULT_INTERVAL_S: Final = 0.05
-#: A reading is lost after so many intervals, but not before `LEAST_STALE_S`: one failure changes nothing.
+#: A reading is lost after so many intervals, but not before `LEAST_STALE_S`: neither one failure nor a busy
+#: processor changes anything.
 STALE_INTERVALS: Final = 5
-LEAST_STALE_S: Final = 0.25
+LEAST_STALE_S: Final = 1.0
+#: The first reading may have to wake a driver, and is waited for; but where it is refused, it is again.
+FIRST_TIMEOUT_S: Final = 10.0
+FIRST_TRIES: Final = 3
 #: Own use may change while the source is asked; so often is asked again for a pair that belongs together.
 PAIR_TRIES: Final = 3
 PAIR_TOLERANCE_BYTES: Final = 8 << 20  # A heap breathes.
@@ -75,6 +79,7 @@ class MemoryWatch:
         self._trouble = ""  # Of the last try; "" if it succeeded.
         self._lost = False
         self._losses = 0
+        self._tries, self._tried = 0, threading.Condition()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -118,8 +123,27 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
         self._thread.start()
 
+    def wait_first(self, timeout_s: float = FIRST_TIMEOUT_S) -> bool:
+        """Wait for the thread's first reading; returns whether there is one.
+
+        Args:
+            timeout_s: For which a call may hang; failures end the wait sooner.
+        """
+        with self._tried:
+            self._tried.wait_for(lambda: self._sample or self._tries >= FIRST_TRIES, timeout_s)
+            if self._sample is None and not self._tries:
+                self._trouble = f"no answer within {timeout_s:g} s"
+        return self._sample is not None
+
     def sample(self) -> bool:
         """Read once, now; returns whether there was a reading. The thread does nothing else."""
+        found = self._read()
+        with self._tried:
+            self._tries += 1
+            self._tried.notify_all()
+        return found
+
+    def _read(self) -> bool:
         try:
             own, reading = self._own_use(), self._source.read()
             for _ in range(PAIR_TRIES):
@@ -153,3 +177,27 @@ class MemoryWatch:
         while not self._done.is_set():
             self.sample()
             self._done.wait(self._interval_s)
+
+
+def read_within(source: MemorySource, timeout_s: float = FIRST_TIMEOUT_S) -> MemoryReading:
+    """Ask a source once, and leave it alone if it hangs.
+
+    Raises:
+        ReadingLost: It failed, or did not answer in time.
+    """
+    found: list[MemoryReading] = []
+    failures: list[Exception] = []
+
+    def read() -> None:
+        try:
+            found.append(source.read())
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            failures.append(error)
+
+    thread = threading.Thread(target=read, name="memory-first", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if found:
+        return found[0]
+    why = f"{failures[0]}" if failures else f"no answer within {timeout_s:g} s"
+    raise ReadingLost(f"{source.name}: {why}")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batond.daemon.memory.governor import OwnUse
-from batond.daemon.memory.readings import MemoryReading
-from batond.daemon.memory.watch import PAIR_TRIES, MemoryWatch, Sample
+from batond.daemon.memory.readings import MemoryReading, ReadingLost
+from batond.daemon.memory.watch import FIRST_TRIES, PAIR_TRIES, MemoryWatch, Sample, read_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,14 +34,14 @@ def test_a_sample_is_fresh_for_a_while_and_then_lost(
     sample = watch.latest()
     assert sample == Sample(MemoryReading(100 * GIB, 100 * GIB, 100.0), own_use())
     source.broken = "Unknown Error"
-    clock.now_s += 0.2
+    clock.now_s += 0.9
     assert not watch.sample()
     assert watch.latest() is sample, "one failure changes nothing"
     assert watch.trouble == ""
     clock.now_s += 0.2
     with caplog.at_level(logging.WARNING):
         assert [watch.latest() for _ in range(3)] == [None] * 3
-        assert "no reading of a scripted memory for 0.4 s: Unknown Error" in watch.trouble
+        assert "no reading of a scripted memory for 1.1 s: Unknown Error" in watch.trouble
         source.broken = ""
         assert watch.sample()
         assert watch.latest() is not None
@@ -218,3 +218,52 @@ def test_it_starts_once(source: Any, clock: Any) -> None:
         watch.start()
     watch.close()
     assert source.closed
+
+
+def test_the_first_reading_is_waited_for(source: Any) -> None:
+    watch = MemoryWatch(source, own_use, interval_s=0.001)
+    watch.start()
+    assert watch.wait_first(WAIT_S)
+    watch.close()
+
+
+def test_a_source_that_refuses_is_not_waited_for_long(source: Any) -> None:
+    """M9: a failure may be of this moment; several in a row are an answer."""
+    source.broken = "no driver"
+    watch = MemoryWatch(source, own_use, interval_s=0.001)
+    watch.start()
+    assert not watch.wait_first(WAIT_S)
+    assert watch.last_failure == "no driver"
+    assert watch._tries >= FIRST_TRIES
+    watch.close()
+
+
+def test_a_first_call_that_hangs_does_not_hang_the_start(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M9: neither in the watch nor in a single reading."""
+    answer = threading.Event()
+
+    class Stuck:
+        name = "a stuck memory"
+
+        def read(self) -> MemoryReading:
+            answer.wait(WAIT_S)
+            return MemoryReading(100, 50, 0.0)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("batond.daemon.memory.watch.CLOSE_TIMEOUT_S", 0.01)
+    watch = MemoryWatch(Stuck(), own_use, clock=clock)
+    watch.start()
+    assert not watch.wait_first(0.01)
+    assert watch.last_failure == "no answer within 0.01 s"
+    watch.close()
+    with pytest.raises(ReadingLost, match="a stuck memory: no answer within"):
+        read_within(Stuck(), 0.01)
+    answer.set()
+
+
+def test_one_reading_within_a_time(source: Any) -> None:
+    assert read_within(source).total_bytes == 100 * GIB
+    source.broken = "Unknown Error"
+    with pytest.raises(ReadingLost, match="a scripted memory: Unknown Error"):
+        read_within(source)
