@@ -185,6 +185,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
         kernels=engine.kernels,
         graphs=engine.graphs,
         compiled=engine.compiled,
+        arena=engine.arena,
         threads=engine.threads,
         memory=_memory_settings(settings.memory),
         classes=tuple(settings.sla_classes),

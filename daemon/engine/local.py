@@ -111,6 +111,8 @@ class LocalEngine:
         kernels: Decode on a card through the ring's own kernels, where they are exact for the model.
         graphs: Capture the decode step on a card, where it can be; needs the kernels.
         compiled: Compile the small parts of captured steps, where that is exact for the model.
+        arena: What the ring's memory is: "plain" has all of it from the start; "elastic" follows the rows,
+            and the ring may be larger than memory; "auto" follows them on the CPU, in a ring that fits.
         session_bytes: Most bytes of the host pool for slices of finished turns, which give way to parked
             queries; None is a quarter of the pool, 0 keeps none.
         session_ttl_s: A session unused for so long is dropped.
@@ -156,6 +158,7 @@ class LocalEngine:
         kernels: bool = True,
         graphs: bool = True,
         compiled: bool = True,
+        arena: str = "auto",
         session_bytes: int | None = None,
         session_ttl_s: float = DEFAULT_TTL_S,
         governor: Governing | None = None,
@@ -193,6 +196,7 @@ class LocalEngine:
             pack_tokens=None if chunk_tokens == "auto" else chunk_tokens,
             sessions=session_bytes > 0,
             card=CardUse(kernels=kernels, graphs=kernels and graphs, compiled=compiled),
+            arena=arena,
         )
         self._note_serving(serving, max_query_tokens, chunk_tokens)
         self.keeps_sessions = session_bytes > 0 and serving.extends_slices

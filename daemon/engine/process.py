@@ -239,6 +239,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         kernels=settings.kernels,
         graphs=settings.graphs,
         compiled=settings.compiled,
+        arena=settings.arena,
         limits=PlannerLimits(quantum_tokens=settings.quantum_tokens, max_parks=settings.max_parks),
         session_bytes=None if settings.session_bytes < 0 else settings.session_bytes,
         session_ttl_s=settings.session_ttl_s,

@@ -71,9 +71,10 @@ class PaddedBatch:
 
         Not elastic: a parked row leaves its padding behind, and tensors shrink when they are next copied.
         """
-        if self._cache is None:
+        cache = self._cache  # Whoever watches memory asks from a thread of its own.
+        if cache is None:
             return NO_KEYS_AND_VALUES
-        tensors = (slot.tensor(self._cache) for slot in self.layout.token_slots)
+        tensors = (slot.tensor(cache) for slot in self.layout.token_slots)
         sizes = {raw.data_ptr(): raw.nbytes() for raw in (one.untyped_storage() for one in tensors)}
         nbytes = sum(sizes.values())
         return ArenaUse(nbytes, 0, nbytes, elastic=False)

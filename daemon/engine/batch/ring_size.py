@@ -33,7 +33,14 @@ class RingSize:
     remark: str = ""
 
 
-def plan_ring(model: CausalModel, layout: RecordLayout, rows: int, max_query_tokens: int | None) -> RingSize:
+def plan_ring(
+    model: CausalModel,
+    layout: RecordLayout,
+    rows: int,
+    max_query_tokens: int | None,
+    *,
+    elastic: bool = False,
+) -> RingSize:
     """Size a ring.
 
     Args:
@@ -41,12 +48,15 @@ def plan_ring(model: CausalModel, layout: RecordLayout, rows: int, max_query_tok
         layout: Byte layout of a token.
         rows: Rows of the ring.
         max_query_tokens: Tokens a query must be allowed; None takes as many as fit.
+        elastic: Memory follows the rows, and somebody sees to it that they hold no more than there is: one
+            query must fit, not all of them at their longest.
 
     Raises:
         ConfigError: It can't be had; the message holds the largest number that can.
     """
     context = model.max_context_tokens
-    column_bytes = rows * layout.record_bytes
+    filled_rows = 1 if elastic else rows
+    column_bytes = filled_rows * layout.record_bytes
     room_bytes = _room_bytes(model.device)
     fitting = room_bytes // column_bytes
     wanted = min(max_query_tokens or context, context)
@@ -54,9 +64,9 @@ def plan_ring(model: CausalModel, layout: RecordLayout, rows: int, max_query_tok
         return RingSize(wanted)
     if max_query_tokens is not None or fitting < FEWEST_COLUMNS:
         raise ConfigError(
-            f"a ring of {rows} rows for queries of {wanted} tokens needs {wanted * column_bytes} bytes;"
-            f" {room_bytes}, half of what is free, may be taken: use max_query_tokens={fitting} or less,"
-            " fewer rows, or the padded batch",
+            f"a ring of {filled_rows} rows for queries of {wanted} tokens needs {wanted * column_bytes}"
+            f" bytes; {room_bytes}, half of what is free, may be taken: use max_query_tokens={fitting}"
+            " or less, fewer rows, or the padded batch",
             max_query_tokens=wanted,
             largest=fitting,
         )

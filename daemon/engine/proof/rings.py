@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from batond.daemon.engine.batch.arenas.choice import auto_arena, choose_arena, plain_arena
 from batond.daemon.engine.batch.card_steps import NO_CARD, CardUse
 from batond.daemon.engine.batch.kernel_check import NO_CUDA_CARD, why_no_kernels
 from batond.daemon.engine.batch.ring import RingBatch
@@ -13,6 +14,7 @@ from batond.daemon.engine.proof.probe import Way, shared_error
 from batond.daemon.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from batond.daemon.engine.batch.arenas.arena import NewArena
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.engine.proof.trial import Trial
 
@@ -61,12 +63,56 @@ def prove_ring(trial: Trial, layout: RecordLayout, padded: Way) -> RingProof | N
     return None if error is None else RingProof(error, NO_CARD, remark)
 
 
-def ring_way(trial: Trial, layout: RecordLayout, columns: int, padded: Way, card: CardUse) -> Way:
+def ring_way(
+    trial: Trial,
+    layout: RecordLayout,
+    columns: int,
+    padded: Way,
+    card: CardUse,
+    *,
+    new_arena: NewArena = auto_arena,
+) -> Way:
     """Decode on a ring; prompts are computed as for the padded batch, with the model's own attention."""
-    return Way(
-        lambda rows: RingBatch(trial.model, rows, layout, columns, row_by_row=trial.deterministic, card=card),
-        padded.prompt,
-    )
+
+    def new_batch(rows: int) -> RingBatch:
+        return RingBatch(
+            trial.model,
+            rows,
+            layout,
+            columns,
+            row_by_row=trial.deterministic,
+            card=card,
+            new_arena=new_arena,
+        )
+
+    return Way(new_batch, padded.prompt)
+
+
+def prove_arena(
+    trial: Trial, layout: RecordLayout, padded: Way, proof: RingProof, kind: str
+) -> tuple[NewArena, str]:
+    """Choose the arena of a ring, and try one on a card with the model.
+
+    Args:
+        trial: Of the model.
+        layout: Of its cache.
+        padded: How prompts are computed.
+        proof: Of the ring.
+        kind: One of `ARENA_KINDS`.
+
+    Returns:
+        What makes it; and why it is not elastic although that was asked for, "" otherwise.
+    """
+    device = trial.model.device
+    new_arena, why = choose_arena(kind, device, kernels=proof.card.kernels)
+    if new_arena is plain_arena or device.type == "cpu":  # On the CPU the ring was proved with it.
+        return new_arena, why
+    card = replace(proof.card, graphs=False, compiled=False)
+    way = ring_way(trial, layout, trial.longest_query_tokens, padded, card, new_arena=new_arena)
+    kept, trial.reasons = trial.reasons, []
+    error = trial.error(shared_error, way, "elastic arena")
+    why, trial.reasons = trial.why, kept
+    return (plain_arena, why) if error is None else (new_arena, "")
 
 
 def _with_graphs(trial: Trial, layout: RecordLayout, padded: Way, proof: RingProof) -> RingProof:

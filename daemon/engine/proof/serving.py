@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from batond.daemon.engine.batch.arenas.choice import ARENA_KINDS
 from batond.daemon.engine.batch.card_steps import WHOLE_CARD, CardUse
 from batond.daemon.engine.batch.ring_size import plan_ring
 from batond.daemon.engine.batch.uncached import UncachedBatch
@@ -14,7 +15,7 @@ from batond.daemon.engine.model.recipe import Recipe
 from batond.daemon.engine.proof.extension import extends_exactly
 from batond.daemon.engine.proof.packing import find_packer
 from batond.daemon.engine.proof.probe import Way, alone_error, replay_error, shared_error
-from batond.daemon.engine.proof.rings import prove_ring, ring_way
+from batond.daemon.engine.proof.rings import prove_arena, prove_ring, ring_way
 from batond.daemon.engine.proof.trial import Trial
 from batond.daemon.errors import ConfigError, UnsupportedModelError
 
@@ -77,6 +78,7 @@ def choose_batch(
     pack_tokens: int | None = None,
     sessions: bool = True,
     card: CardUse = WHOLE_CARD,
+    arena: str = "auto",
 ) -> Serving:
     """Find a way to serve the model exactly.
 
@@ -92,6 +94,7 @@ def choose_batch(
         pack_tokens: Most tokens of prompts computed together; None takes a default.
         sessions: Find out whether slices of finished turns may be extended.
         card: What a ring may use of a card.
+        arena: What a ring's memory is: "auto", "plain" or "elastic".
 
     Raises:
         ConfigError: The kind is unknown or contradicts another argument, or the ring doesn't fit into memory.
@@ -104,9 +107,11 @@ def choose_batch(
             "a ring takes one token a row and step: inline prefill needs the padded batch,"
             " which is not deterministic"
         )
+    if arena not in ARENA_KINDS:
+        raise ConfigError(f'arena must be "auto", "plain" or "elastic", not {arena!r}', arena=arena)
     kind = "padded" if inline else kind
     trial = Trial(model, deterministic=deterministic, rows=rows, card=card)
-    ways = [_shared(trial, kind, rows, max_query_tokens)]
+    ways = [_shared(trial, kind, rows, max_query_tokens, arena=arena)]
     if one_at_a_time and kind != "ring" and not deterministic:
         ways.append(_alone(trial))
     for serving in itertools.chain(*ways):
@@ -152,12 +157,14 @@ def _refusal(trial: Trial, kind: str, *, one_at_a_time: bool) -> str:
     return f"no batch serves this model exactly: {trial.why}{advice}"
 
 
-def _shared(trial: Trial, kind: str, rows: int, max_query_tokens: int | None) -> Iterator[Serving]:
+def _shared(
+    trial: Trial, kind: str, rows: int, max_query_tokens: int | None, *, arena: str
+) -> Iterator[Serving]:
     """Ways in which queries share forwards, best first."""
     for name, layout, way in trial.recipes():
         if kind != "padded":
             try:
-                yield from _ring(trial, layout, way, rows, max_query_tokens)
+                yield from _ring(trial, layout, way, rows, max_query_tokens, arena=arena)
             except ConfigError as refusal:
                 if kind == "ring":
                     raise
@@ -179,14 +186,25 @@ def _shared(trial: Trial, kind: str, rows: int, max_query_tokens: int | None) ->
 
 
 def _ring(
-    trial: Trial, layout: RecordLayout, padded: Way, rows: int, max_query_tokens: int | None
+    trial: Trial,
+    layout: RecordLayout,
+    padded: Way,
+    rows: int,
+    max_query_tokens: int | None,
+    *,
+    arena: str,
 ) -> Iterator[Serving]:
     """Decode on a ring, where that is exact."""
     proof = prove_ring(trial, layout, padded)
     if proof is not None:
-        size = plan_ring(trial.model, layout, rows, max_query_tokens)
-        way = ring_way(trial, layout, size.columns, padded, proof.card)
+        new_arena, why = prove_arena(trial, layout, padded, proof, arena)
+        elastic = arena == "elastic" and not why
+        size = plan_ring(trial.model, layout, rows, max_query_tokens, elastic=elastic)
+        way = ring_way(trial, layout, size.columns, padded, proof.card, new_arena=new_arena)
         reason = f"ring: {_BESIDE} {proof.error:.1e} of generate's{size.remark}{proof.remark}"
+        if why:
+            reason += f"; a plain arena: {why}"
+            _log.warning("the ring's memory does not follow its rows: %s", why)
         if proof.remark:
             _log.warning("a slower way to decode was chosen%s", proof.remark)
         serving = _cached(trial, layout, way, rows, reason, capacity=size.columns)

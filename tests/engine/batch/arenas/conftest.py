@@ -92,7 +92,7 @@ class FakeDriver:
     def unreserve(self, address: int, nbytes: int) -> None:
         self._called("unreserve")
         assert nbytes == len(self.reserved[address])
-        assert not self.mapped
+        assert not any(address <= mapped < address + nbytes for mapped in self.mapped)
         del self.reserved[address]
 
     def create(self, nbytes: int) -> int:
