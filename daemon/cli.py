@@ -25,6 +25,7 @@ from batond.daemon.queue.check import check_target
 from batond.daemon.queue.target import target_of
 from batond.daemon.simulator.command import simulate
 from batond.daemon.telemetry.logging import configure_logging
+from batond.offload.folder import check_spill_folder
 from batond.policies.registry import check_configured, load_policy
 
 EXIT_CONFIG = 2
@@ -130,7 +131,9 @@ def check_config(  # noqa: PLR0917 - typer passes by name
             assign, model, rows, device, listen, policy, log_level, no_graphs=no_graphs, no_compile=no_compile
         ),
     )
-    engine_settings(settings)  # Finds the weights.
+    engine = engine_settings(settings)  # Finds the weights.
+    if engine.spill_dir:
+        check_spill_folder(Path(engine.spill_dir), max(engine.spill_bytes, 0))
     load_policy(settings.engine.policy)
     check_configured(settings.policy_options)
     read_tls(settings.tls)

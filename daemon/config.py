@@ -187,8 +187,11 @@ class EngineConfig(Section):
             inter-token target of the most urgent class that runs.
         max_query_tokens: Limit on prompt + output of a query; 0 takes the model's own.
         host_pool_bytes: Host RAM for parked KV: bytes, a size such as `4GiB`, or `auto`.
-        session_bytes: Part of it that kept KV of chat sessions may take; `auto` is a quarter, 0 keeps none.
+        session_bytes: Part of it, and of the spill directory, that kept KV of chat sessions may take; `auto`
+            is a quarter, 0 keeps none.
         session_ttl_s: A chat session unused for so long is dropped.
+        spill_dir: Directory for KV that the host pool can't hold; empty is none.
+        spill_bytes: Most bytes of files in it; `auto` is half of what its disk has free.
         policy: Name of a registered policy.
         quantum_tokens: Tokens a query decodes before it may be parked again.
         max_parks: Parks after which a query stays.
@@ -211,6 +214,8 @@ class EngineConfig(Section):
     host_pool_bytes: Literal["auto"] | ByteSize = "auto"
     session_bytes: Literal["auto"] | ByteSize = "auto"
     session_ttl_s: Seconds = 3600.0
+    spill_dir: str = ""
+    spill_bytes: Literal["auto"] | ByteSize = "auto"
     policy: str = "priority"
     quantum_tokens: int = Field(default=16, ge=0)
     max_parks: int = Field(default=8, ge=0)

@@ -174,6 +174,8 @@ def engine_settings(settings: Settings) -> EngineSettings:
         host_pool_bytes=-1 if engine.host_pool_bytes == "auto" else int(engine.host_pool_bytes),
         session_bytes=-1 if engine.session_bytes == "auto" else int(engine.session_bytes),
         session_ttl_s=engine.session_ttl_s,
+        spill_dir=str(Path(engine.spill_dir).expanduser().absolute()) if engine.spill_dir else "",
+        spill_bytes=-1 if engine.spill_bytes == "auto" else int(engine.spill_bytes),
         policy=engine.policy,
         policy_options=settings.policy_options,
         quantum_tokens=engine.quantum_tokens,

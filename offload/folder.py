@@ -258,12 +258,12 @@ def auto_spill_bytes(path: Path) -> int:
     return max(_free_bytes(path) // 2, 0)
 
 
-def check_spill_folder(path: Path, nbytes: int | None) -> None:
+def check_spill_folder(path: Path, nbytes: int) -> None:
     """Check that a directory would do, and change nothing.
 
     Args:
         path: As configured.
-        nbytes: Of the tier; None is "auto".
+        nbytes: Of the tier; 0 asks for none in particular.
 
     Raises:
         ConfigError: It can't be used, or its disk has fewer bytes free.
@@ -275,7 +275,7 @@ def check_spill_folder(path: Path, nbytes: int | None) -> None:
         if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
             raise _unfit(path, f"isn't there, and can't be made in {path.parent}") from None
     free = _free_bytes(path)
-    if nbytes is not None and nbytes > free:
+    if nbytes > max(free, 0):
         raise ConfigError(
             f"engine.spill_bytes: {path} has room for {free} bytes, with the space left that others need;"
             f" {nbytes} are asked for",

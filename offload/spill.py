@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -109,10 +110,11 @@ class SpillJob:
         """Whether it is over, well or not."""
         return self.future is None or self.future.done()
 
-    def wait(self) -> None:
-        """Wait until it is over."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it is over, or for so long."""
         if self.future is not None:
-            self.future.result()
+            with suppress(TimeoutError):
+                self.future.result(timeout_s)
 
     def cancel(self) -> None:
         """Have it end after the piece that is under way; what it has written is removed."""
@@ -149,6 +151,7 @@ class SpillTier:
         self._lock = threading.Lock()  # Held for bookkeeping only.
         self._used_bytes = self._files = self._spills = self._fetches = self._failures = 0
         self._bytes_out = self._bytes_in = 0
+        self._dropped_bytes = 0
         self._rest_s, self._rested_s = REST_S, -1.0
         self._open = True
 
@@ -161,6 +164,11 @@ class SpillTier:
     def free_bytes(self) -> int:
         """Bytes of files that may still be written; 0 after a failure, for a while."""
         return 0 if self.resting else self.capacity_bytes - self._used_bytes
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of files that are about to be removed: soon free, too."""
+        return self._dropped_bytes
 
     @property
     def resting(self) -> bool:
@@ -220,7 +228,9 @@ class SpillTier:
     def drop(self, file: SpillFile) -> None:
         """Remove a file, in the background."""
         if self._open:
-            self._out.submit(self._remove, file)
+            with self._lock:
+                self._dropped_bytes += file.nbytes
+            self._out.submit(self._remove_dropped, file)
 
     def close(self) -> None:
         """Wait for what is under way, and remove every file."""
@@ -311,6 +321,11 @@ class SpillTier:
                 raise DamagedFileError(f"{count} of {len(piece)} bytes came")
             piece, offset = piece[count:], offset + count
         return offset
+
+    def _remove_dropped(self, file: SpillFile) -> None:
+        self._remove(file)
+        with self._lock:
+            self._dropped_bytes -= file.nbytes
 
     def _remove(self, file: SpillFile) -> None:
         try:

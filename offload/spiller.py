@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from batond.offload.poison import fill
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from batond.offload.entries import Entry
     from batond.offload.pool import HostPool, Reservation
     from batond.offload.spill import SpillTier
@@ -24,6 +26,7 @@ class Spiller:
 
     Args:
         pool: Of the store.
+        entries: The store's, by owner.
         tier: The files; None keeps everything in the pool.
         poison: As the store's.
 
@@ -33,11 +36,13 @@ class Spiller:
         writing_bytes: Bytes of the pool that will be, once their writes are done.
     """
 
-    def __init__(self, pool: HostPool, tier: SpillTier | None, *, poison: bool) -> None:
+    def __init__(
+        self, pool: HostPool, entries: Mapping[str, Entry], tier: SpillTier | None, *, poison: bool
+    ) -> None:
         self.tier = tier
         self.spare_bytes = 0
         self.writing_bytes = 0
-        self._pool, self._poison = pool, poison
+        self._pool, self._entries, self._poison = pool, entries, poison
         self._spare: dict[Entry, None] = {}  # The first to give its bytes first.
         self._busy: dict[Entry, None] = {}  # In both, but a copy to the device reads the pool's.
         self._jobs: dict[Entry, None] = {}
@@ -48,31 +53,58 @@ class Spiller:
         ended, self._ended = self._ended, []
         return ended
 
-    def begin_write(self, entry: Entry) -> bool:
-        """Begin to write a slice that is in the pool alone; returns whether there was room for it."""
-        able = entry.reservation is not None and entry.file is None and entry.job is None
-        if self.tier is None or not able or not entry.resting or not entry.header.body_bytes:
+    @property
+    def jobs(self) -> int:
+        """Writes and reads under way."""
+        return len(self._jobs)
+
+    def pool_bytes(self, owner_id: str) -> int:
+        """Bytes of the pool that an owner's slice takes."""
+        entry = self._entries.get(owner_id)
+        return entry.pool_bytes if entry else 0
+
+    def in_pool_alone(self, owner_id: str) -> bool:
+        """Whether the owner's slice is in the pool, and in no file nor on its way to one."""
+        entry = self._entries.get(owner_id)
+        return entry is not None and _in_pool_alone(entry)
+
+    def begin_write(self, owner_id: str) -> bool:
+        """Begin to write a complete slice to a file; it stays in the pool, and can be loaded all the time.
+
+        Returns:
+            Whether it was begun. Not for one that is in a file or on its way, or that is being copied, or
+            where there is no room.
+        """
+        entry = self._entries.get(owner_id)
+        if self.tier is None or entry is None or not _in_pool_alone(entry):
             return False
-        entry.job = self.tier.write(entry.header.owner_id, bytes(entry.sealed), entry.held().views())
+        if not entry.resting or not entry.header.body_bytes:
+            return False
+        entry.job = self.tier.write(owner_id, bytes(entry.sealed), entry.held().views())
         if entry.job is None:
             return False
         self._jobs[entry] = None
         self.writing_bytes += entry.header.body_bytes
         return True
 
-    def begin_fetch(self, entry: Entry) -> bool:
-        """Begin to bring a slice that is in a file alone back to the pool, if it is not under way.
+    def begin_fetch(self, owner_id: str) -> bool:
+        """Begin to read a slice that is in a file alone back into the pool, if it is not under way.
+
+        Returns:
+            Whether a load would have to wait for that.
 
         Raises:
-            HostPoolFullError: There is no room for it.
+            HostPoolFullError: There is no room for it; nothing has changed.
         """
-        if self.tier is None or entry.file is None or entry.reservation is not None:
-            return False
-        if entry.job is None:
-            entry.arriving = self.reserve(entry.header.body_bytes)
-            entry.job = self.tier.read(entry.file, bytes(entry.sealed), entry.arriving.views())
-            self._jobs[entry] = None
-        return True
+        entry = self._entries.get(owner_id)
+        return entry is not None and self._begin_fetch(entry)
+
+    def wait_fetch(self, owner_id: str, timeout_s: float) -> None:
+        """Wait for a read that was begun, at most so long."""
+        entry = self._entries.get(owner_id)
+        if entry is not None and entry.job is not None and entry.arriving is not None:
+            entry.job.wait(timeout_s)
+            self.settle()
 
     def bring(self, entry: Entry) -> None:
         """Have a slice in the pool, whatever that takes; one that is lost stays lost.
@@ -80,7 +112,7 @@ class Spiller:
         Raises:
             HostPoolFullError: There is no room for it.
         """
-        if self.begin_fetch(entry) and entry.job is not None:
+        if self._begin_fetch(entry) and entry.job is not None:
             entry.job.wait()
             self._end(entry)
 
@@ -152,6 +184,15 @@ class Spiller:
             if entry.job is None or (entry.arriving is None) != (entry.file is None):
                 raise AssertionError(f"the slice of {entry.header.owner_id} is under way to nowhere")
 
+    def _begin_fetch(self, entry: Entry) -> bool:
+        if self.tier is None or entry.file is None or entry.reservation is not None:
+            return False
+        if entry.job is None:
+            entry.arriving = self.reserve(entry.header.body_bytes)
+            entry.job = self.tier.read(entry.file, bytes(entry.sealed), entry.arriving.views())
+            self._jobs[entry] = None
+        return True
+
     def _end(self, entry: Entry) -> None:
         """Take in a job that is done."""
         job, arriving = entry.job, entry.arriving
@@ -199,3 +240,7 @@ class Spiller:
         if self._poison:
             fill(held.views())
         self._pool.release(held)
+
+
+def _in_pool_alone(entry: Entry) -> bool:
+    return entry.reservation is not None and entry.file is None and entry.job is None

@@ -75,11 +75,11 @@ class ParkedStore:
     ) -> None:
         self.pool = pool
         self.stats = StoreStats()
-        self.spiller = Spiller(pool, tier, poison=poison)
         self._copier = copier
         self._poison = poison
         self._verifier = Verifier(checksums=verify)
         self._entries: dict[str, Entry] = {}
+        self.spiller = Spiller(pool, self._entries, tier, poison=poison)
         self._copying: dict[Entry, None] = {}  # Those with transfers.
         self._retired = Retired(self.spiller, self.stats)
 
@@ -108,23 +108,6 @@ class ParkedStore:
         """Bytes the owner has parked, a store under way included; 0 if none."""
         entry = self._entries.get(owner_id)
         return entry.header.body_bytes if entry else 0
-
-    def begin_spill(self, owner_id: str) -> bool:
-        """Begin to write a complete slice to a file, if there is room; returns whether it was begun."""
-        entry = self._entries.get(owner_id)
-        return entry is not None and self.spiller.begin_write(entry)
-
-    def begin_fetch(self, owner_id: str) -> bool:
-        """Begin to read a slice that is in a file alone back into the pool, beside.
-
-        Returns:
-            Whether a load would have to wait for that.
-
-        Raises:
-            HostPoolFullError: There is no room for it; nothing has changed.
-        """
-        entry = self._entries.get(owner_id)
-        return entry is not None and self.spiller.begin_fetch(entry)
 
     def begin_store(self, owner_id: str, kv: KVSlice, layout_hash: str) -> StoreTicket:
         """Reserve bytes and start copying a slice to host.

@@ -15,6 +15,7 @@ import math
 import secrets
 import time
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from batond.daemon.engine.batch.card_steps import CardUse
@@ -33,6 +34,7 @@ from batond.daemon.engine.queries.sessions import (
     OWNER_MARK,
     Sessions,
 )
+from batond.daemon.engine.queries.spilling import Spilling
 from batond.daemon.engine.queries.view import free_bytes, memory_snapshot, snapshot
 from batond.daemon.engine.sampling.sampler import Sampler
 from batond.daemon.engine.sampling.text import TextStream
@@ -56,7 +58,9 @@ from batond.daemon.wire.messages import (
     QueryState,
 )
 from batond.offload.copies import copier_for
+from batond.offload.folder import SpillFolder, auto_spill_bytes
 from batond.offload.pool import HostPool
+from batond.offload.spill import SpillTier
 from batond.offload.store import ParkedStore
 from batond.policies.classes import SlaClasses
 from batond.policies.registry import load_policy
@@ -117,6 +121,9 @@ class LocalEngine:
             queries; None is a quarter of the pool, 0 keeps none.
         session_ttl_s: A session unused for so long is dropped.
         governor: Sets rows and bytes of KV in each step by what memory there is; the engine closes it.
+        spill_dir: Directory for what the host pool can't hold; None keeps no files. The quarter for sessions
+            is one of pool and files together.
+        spill_bytes: Most bytes of files in it; None is half of what its disk has free.
         poison: Fill given-back host memory with NaN patterns (tests).
 
     Attributes:
@@ -162,6 +169,8 @@ class LocalEngine:
         session_bytes: int | None = None,
         session_ttl_s: float = DEFAULT_TTL_S,
         governor: Governing | None = None,
+        spill_dir: str | Path | None = None,
+        spill_bytes: int | None = None,
         poison: bool = False,
     ) -> None:
         _check_arguments(
@@ -172,6 +181,7 @@ class LocalEngine:
             kv_budget_bytes=kv_budget_bytes,
             session_bytes=session_bytes,
             session_ttl_s=session_ttl_s,
+            spill_bytes=spill_bytes,
         )
         if isinstance(model, str) or hasattr(model, "__fspath__"):
             model, loaded = load_model(model, device=device)
@@ -183,8 +193,11 @@ class LocalEngine:
         self._gate = gate
         self._ready_limit = 0 if self._inline else ready_limit
         self._kv_budget_bytes = kv_budget_bytes
+        if spill_dir is not None and spill_bytes is None:
+            spill_bytes = auto_spill_bytes(Path(spill_dir))
         if session_bytes is None:
-            session_bytes = host_pool_bytes // DEFAULT_SHARE
+            files_bytes = (spill_bytes or 0) if spill_dir is not None else 0
+            session_bytes = (host_pool_bytes + files_bytes) // DEFAULT_SHARE
         serving = choose_batch(
             batch,
             self.model,
@@ -201,7 +214,10 @@ class LocalEngine:
         self._note_serving(serving, max_query_tokens, chunk_tokens)
         self.keeps_sessions = session_bytes > 0 and serving.extends_slices
         counters: Counter[str] = Counter()
-        store = _new_store(self.model.device, host_pool_bytes, poison=poison)
+        tier = None
+        if spill_dir is not None and spill_bytes:
+            tier = SpillTier(SpillFolder(Path(spill_dir)), spill_bytes)
+        store = _new_store(self.model.device, host_pool_bytes, tier, poison=poison)
         outgoing = Outgoing(store)
         self.residency = Residency(
             serving.batch,
@@ -225,6 +241,7 @@ class LocalEngine:
         self._sampler = Sampler(self.model, self._tokenizer)
         self._roster = Roster(self.residency, PolicyGuard(self.planner, counters), inline=self._inline)
         self.residency.on_lost = self._roster.note
+        self._spilling = Spilling(self.residency, self._roster.line, counters)
         self._life = Lifecycle(
             self.residency,
             self._sampler,
@@ -565,10 +582,10 @@ class LocalEngine:
         for query in self.queries.values():
             if (query.state is QueryState.RUNNING) != (query.row is not None):
                 raise AssertionError(f"query {query.query_id} is {query.state} in row {query.row}")
-        store = self.residency.store
-        astray = store.pool.used_bytes - store.retiring_bytes - self.residency.sessions.nbytes
+        owners = self.residency.store.owners  # Whose sessions those are the sessions have checked.
+        astray = [owner for owner in owners if not owner.startswith(OWNER_MARK)]
         if not self.queries and astray:
-            raise AssertionError(f"{astray} bytes parked for nobody")
+            raise AssertionError(f"slices are parked for nobody: {astray}")
 
     # -- one step -------------------------------------------------------------------------------------
 
@@ -583,7 +600,9 @@ class LocalEngine:
         plan = self._plan()
         if self.on_plan is not None:
             self.on_plan(plan)
-        self._prompts.run(plan.chunks)
+        self._spilling.write_ahead()
+        chunks = [chunk for chunk in plan.chunks if self._spilling.at_hand(self.queries[chunk.query_id])]
+        self._prompts.run(chunks)
         if not self._relief.struck:  # Else rows may have been parked, and whoever got one would lose it.
             self._take_rows(plan.park)
             self._give_rows((*plan.resume, *plan.admit), plan.reasons)
@@ -591,9 +610,9 @@ class LocalEngine:
             self._load_ahead(plan.prefetch)
         decoded = self._decode.run()
         calm = not self._relief.struck
-        self._relief.note_step(decoded=decoded, prompts=bool(plan.chunks), rows=self.rows)
+        self._relief.note_step(decoded=decoded, prompts=bool(chunks), rows=self.rows)
         if self._chunk_budget is not None and decoded and calm and not (plan.park or plan.resume):
-            tokens = sum(chunk.tokens for chunk in plan.chunks)
+            tokens = sum(chunk.tokens for chunk in chunks)
             self._chunk_budget.note(time.perf_counter() - began_s, tokens)
         return self._note_progress(plan, moved=decoded or not plan.empty)
 
@@ -669,7 +688,8 @@ class LocalEngine:
         """Place the planned queries, but those that ended with their first token or lost a damaged copy."""
         for query_id in query_ids:
             query = self.queries.get(query_id)
-            if query is not None and (self._inline or not query.to_prefill_tokens):
+            ready = query is not None and (self._inline or not query.to_prefill_tokens)
+            if query is not None and ready and self._spilling.at_hand(query):
                 self._relief.place(query, reasons[query_id])
                 if self._relief.struck:
                     return  # Nor is there room for those behind it.
@@ -678,7 +698,7 @@ class LocalEngine:
         """Begin to bring back the first query for which a row is about to come free."""
         query = self.queries.get(query_ids[0]) if query_ids else None
         parked = query is not None and query.state is QueryState.PARKED
-        self.residency.load_ahead(query if parked else None)
+        self.residency.load_ahead(query if query and parked and self._spilling.expect(query) else None)
 
     def _note_progress(self, plan: Plan, *, moved: bool) -> bool:
         """A batch that can't move although somebody could is a defect: say so instead of spinning."""
@@ -691,13 +711,15 @@ class LocalEngine:
         return moved
 
 
-def _new_store(device: torch.device, host_pool_bytes: int, *, poison: bool) -> ParkedStore:
-    """Host RAM for parked slices, page-locked where a GPU copies from it."""
+def _new_store(
+    device: torch.device, host_pool_bytes: int, tier: SpillTier | None, *, poison: bool
+) -> ParkedStore:
+    """Host RAM for parked slices, page-locked where a GPU copies from it, and files behind it."""
     on_cuda = device.type == "cuda"
     pool = HostPool(host_pool_bytes, pin=on_cuda)
     if on_cuda:
         pool.warm_up()  # Page-locks in the background; parks before that use what is ready.
-    return ParkedStore(pool, copier_for(device), poison=poison)
+    return ParkedStore(pool, copier_for(device), poison=poison, tier=tier)
 
 
 def _as_policy(policy: str | Policy) -> Policy:
@@ -720,12 +742,14 @@ def _check_arguments(
     kv_budget_bytes: int | None,
     session_bytes: int | None,
     session_ttl_s: float,
+    spill_bytes: int | None,
 ) -> None:
     given: tuple[tuple[str, Any, int], ...] = (
         ("rows", rows, 1),
         ("host_pool_bytes", host_pool_bytes, 0),
         ("kv_budget_bytes", 1 if kv_budget_bytes is None else kv_budget_bytes, 1),
         ("session_bytes", 0 if session_bytes is None else session_bytes, 0),
+        ("spill_bytes", 0 if spill_bytes is None else spill_bytes, 0),
     )
     for name, value, least in given:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -47,6 +48,7 @@ from batond.daemon.wire.messages import (
     Usage,
 )
 from batond.daemon.wire.settings import EngineSettings
+from batond.offload.folder import check_spill_folder
 from batond.policies.classes import SlaClasses
 from batond.policies.registry import check_configured, load_configured
 
@@ -218,6 +220,8 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
     else:
         check_host_pool(pool_bytes, pin=pin)
     governor = make_governing(settings.memory, device)
+    if settings.spill_dir:
+        check_spill_folder(Path(settings.spill_dir), max(settings.spill_bytes, 0))
     model, tokenizer = load_model(
         settings.model_path, dtype=settings.dtype, device=device, threads=settings.threads or None
     )
@@ -243,6 +247,8 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         limits=PlannerLimits(quantum_tokens=settings.quantum_tokens, max_parks=settings.max_parks),
         session_bytes=None if settings.session_bytes < 0 else settings.session_bytes,
         session_ttl_s=settings.session_ttl_s,
+        spill_dir=settings.spill_dir or None,
+        spill_bytes=None if settings.spill_bytes < 0 else settings.spill_bytes,
         governor=governor,
     )
 

@@ -49,6 +49,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         host_pool_bytes: Host RAM for parked KV; -1 lets the engine choose ("auto").
         session_bytes: Part of it for slices of finished turns; -1 is a quarter, 0 keeps none.
         session_ttl_s: A session unused for so long is dropped.
+        spill_dir: Directory for what the host pool can't hold; empty keeps no files.
+        spill_bytes: Most bytes of files in it; -1 is half of what its disk has free.
         policy: Name of the policy.
         policy_options: Options of policies by name: of that one, and of those it may be exchanged for.
         quantum_tokens: Tokens decoded between an admission and the next park.
@@ -78,6 +80,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     host_pool_bytes: int = -1
     session_bytes: int = -1
     session_ttl_s: float = 3600.0
+    spill_dir: str = ""
+    spill_bytes: int = -1
     policy: str = "priority"
     policy_options: dict[str, dict[str, bool | int | float]] = {}
     quantum_tokens: int = 16

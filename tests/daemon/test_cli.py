@@ -57,6 +57,8 @@ def test_graphs_and_compiled_parts_are_turned_off_for_debugging(
         (["tls.cert_file=/nowhere.crt", "tls.key_file=/nowhere.key"], "can't use the TLS files"),
         (["engine.policy=fcsf"], "unknown policy 'fcsf'"),
         (["engine.host_pool_bytes=900TiB"], "the largest workable value is"),
+        (["engine.spill_dir=/nowhere/at/all"], "engine.spill_dir: /nowhere/at/all: isn't there"),
+        (["engine.spill_dir=/tmp"], "engine.spill_dir: /tmp: others may write to it"),
         (["engine.kernels=false", "engine.graphs=true"], "graphs = true needs kernels = true"),
     ],
 )

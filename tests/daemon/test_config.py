@@ -283,6 +283,12 @@ def test_the_engine_gets_plain_resolved_values(tmp_path: Path) -> None:
     file = _file(tmp_path, f"[model]\npath='{tmp_path}'\n[engine]\nsession_bytes='2 MiB'\nsession_ttl_s=9\n")
     made = engine_settings(load_settings(file))
     assert (made.session_bytes, made.session_ttl_s) == (2 << 20, 9.0)
+    assert (plain.spill_dir, plain.spill_bytes) == ("", -1)
+    file = _file(
+        tmp_path, f"[model]\npath='{tmp_path}'\n[engine]\nspill_dir='{tmp_path}/kv'\nspill_bytes='2 MiB'\n"
+    )
+    made = engine_settings(load_settings(file))
+    assert (made.spill_dir, made.spill_bytes) == (f"{tmp_path}/kv", 2 << 20)
 
 
 def test_the_model_is_found_or_the_message_says_what_to_do(

@@ -47,6 +47,8 @@ KEYS = (
     "order",
     "chunk_tokens",
     "host_pool_bytes",
+    "spill_dir",
+    "spill_bytes",
     "governor",
     "low_watermark",
     "reserve",

@@ -63,7 +63,7 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: i
     path = tmp_path / "spill"
     path.mkdir()
     path.chmod(mode)
-    for use in (SpillFolder, lambda path: check_spill_folder(path, None)):
+    for use in (SpillFolder, lambda path: check_spill_folder(path, 0)):
         with pytest.raises(ConfigError, match="others may write"):
             use(path)
     assert names(path) == set()
@@ -75,7 +75,7 @@ def test_somebody_elses_directory_is_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match="belongs to user"):
         SpillFolder(tmp_path)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    check_spill_folder(tmp_path, None)  # Root looks for the service's user.
+    check_spill_folder(tmp_path, 0)  # Root looks for the service's user.
 
 
 def test_links_and_files_are_no_directories(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_links_and_files_are_no_directories(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "file").write_text("")
     for name in ("link", "file"):
-        for use in (SpillFolder, lambda path: check_spill_folder(path, None)):
+        for use in (SpillFolder, lambda path: check_spill_folder(path, 0)):
             with pytest.raises(ConfigError, match="is a link or no directory"):
                 use(tmp_path / name)
 
@@ -92,7 +92,7 @@ def test_only_the_last_part_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't be made"):
         SpillFolder(tmp_path / "no" / "spill")
     with pytest.raises(ConfigError, match="isn't there"):
-        check_spill_folder(tmp_path / "no" / "spill", None)
+        check_spill_folder(tmp_path / "no" / "spill", 0)
     check_spill_folder(tmp_path / "spill", 1)
     assert names(tmp_path) == set()
 

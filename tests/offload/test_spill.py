@@ -39,7 +39,7 @@ def settle(store: ParkedStore) -> None:
 
 
 def spill(store: ParkedStore, owner: str) -> None:
-    assert store.begin_spill(owner)
+    assert store.spiller.begin_write(owner)
     settle(store)
 
 
@@ -73,7 +73,7 @@ def test_the_same_bytes_come_back(
     kv = make_kv("a", n_tokens, state_bytes=state_bytes)
     park(store, "a", kv)
     if not kv.nbytes:
-        assert not store.begin_spill("a")
+        assert not store.spiller.begin_write("a")
         return
     to_disk_alone_again = make_kv("a", n_tokens, state_bytes=state_bytes)
     store.forget("a")
@@ -120,8 +120,8 @@ def test_what_is_in_the_pool_alone_makes_no_room(
     store = spill_store(SLICE_BYTES)
     park(store, "a", make_kv("a"))
     cue_folder.gate.clear()
-    assert store.begin_spill("a")
-    assert not store.begin_spill("a"), "it is under way"
+    assert store.spiller.begin_write("a")
+    assert not store.spiller.begin_write("a"), "it is under way"
     assert cue_folder.entered.wait(30)
     with pytest.raises(HostPoolFullError):
         store.begin_store("b", make_kv("b"), LAYOUT)
@@ -166,14 +166,14 @@ def test_a_slice_is_read_ahead(spill_store: Any, make_kv: Any, same: Any, cue_fo
     store = spill_store()
     to_disk_alone(store, "a", make_kv("a"))
     cue_folder.gate.clear()
-    assert store.begin_fetch("a")
-    assert store.begin_fetch("a"), "still under way"
+    assert store.spiller.begin_fetch("a")
+    assert store.spiller.begin_fetch("a"), "still under way"
     store.collect()
     store.check_integrity()
     cue_folder.gate.set()
     settle(store)
-    assert not store.begin_fetch("a")
-    assert not store.begin_fetch("nobody")
+    assert not store.spiller.begin_fetch("a")
+    assert not store.spiller.begin_fetch("nobody")
     assert same(load(store, "a"), make_kv("a"))
     assert store.spill_use.fetches == 1
 
@@ -182,7 +182,7 @@ def test_a_read_needs_room_and_says_so(spill_store: Any, make_kv: Any, same: Any
     store = spill_store(SLICE_BYTES)
     to_disk_alone(store, "a", make_kv("a"))
     park(store, "b", make_kv("b"))
-    for read in (lambda: store.begin_fetch("a"), lambda: store.begin_load("a", "cpu")):
+    for read in (lambda: store.spiller.begin_fetch("a"), lambda: store.begin_load("a", "cpu")):
         with pytest.raises(HostPoolFullError):
             read()
     store.forget("b")
@@ -214,7 +214,7 @@ def test_a_write_that_fails_leaves_the_slice_in_the_pool(
     use = store.spill_use
     assert (use.failures, use.spills, use.used_bytes, use.files, use.resting) == (1, 0, 0, 0, True)
     assert len(list(cue_folder.path.iterdir())) == 1, "the lock alone"
-    assert not store.begin_spill("a"), "not again at once"
+    assert not store.spiller.begin_write("a"), "not again at once"
     assert same(load(store, "a"), make_kv("a", 400))
     now_s[0] = 5.0
     spill(store, "a")
@@ -239,7 +239,7 @@ def test_each_failure_makes_the_rest_longer_up_to_a_bound(
         cue_folder.fails["create"] = (0, errno.EIO)
         spill(store, "a")
         now_s[0] += rest_s - 0.1
-        assert not store.begin_spill("a")
+        assert not store.spiller.begin_write("a")
         now_s[0] += 0.1
     spill(store, "a")
     assert store.spill_use.spills == 1
@@ -303,9 +303,9 @@ def test_a_file_that_is_not_there_any_more_is_a_slice_that_is_lost(
     store = spill_store()
     to_disk_alone(store, "a", make_kv("a", 400))
     damage(store, "a")
-    assert store.begin_fetch("a")
+    assert store.spiller.begin_fetch("a")
     settle(store)
-    assert not store.begin_fetch("a"), "there is nothing to wait for"
+    assert not store.spiller.begin_fetch("a"), "there is nothing to wait for"
     with pytest.raises(SliceLostError):
         store.begin_load("a", "cpu")
     store.discard("a")
@@ -343,7 +343,7 @@ def test_a_tier_that_is_full_takes_nothing_until_something_goes(spill_store: Any
         park(store, owner, make_kv(owner))
     spill(store, "a")
     spill(store, "b")
-    assert not store.begin_spill("c")
+    assert not store.spiller.begin_write("c")
     assert (store.spill_use.failures, store.spill_use.resting) == (0, False)
     store.forget("a")
     store.spiller.tier._out.submit(int).result()
@@ -369,7 +369,7 @@ def test_forgotten_while_a_file_is_under_way(
     (to_disk_alone if reading else park)(store, "a", make_kv("a"))
     cue_folder.gate.clear()
     cue_folder.entered.clear()
-    assert store.begin_fetch("a") if reading else store.begin_spill("a")
+    assert store.spiller.begin_fetch("a") if reading else store.spiller.begin_write("a")
     assert cue_folder.entered.wait(30)
     assert store.forget("a")
     assert store.pool.used_bytes == store.retiring_bytes == SLICE_BYTES
@@ -386,8 +386,8 @@ def test_closing_waits_for_what_is_under_way(spill_store: Any, make_kv: Any, cue
     store = spill_store()
     to_disk_alone(store, "a", make_kv("a"))
     park(store, "b", make_kv("b"))
-    assert store.begin_fetch("a")
-    assert store.begin_spill("b")
+    assert store.spiller.begin_fetch("a")
+    assert store.spiller.begin_write("b")
     store.close()
     store.close()
     assert list(cue_folder.path.iterdir()) == []
@@ -407,7 +407,7 @@ def test_cycles_of_every_ending_leave_nothing(
     def cycle(number: int) -> None:
         owner, ending = f"q{number}", number % 5
         park(store, owner, make_kv("a", 180))
-        assert store.begin_spill(owner)
+        assert store.spiller.begin_write(owner)
         if ending == 1:  # Cancelled while it is written.
             store.forget(owner)
             return
@@ -417,7 +417,7 @@ def test_cycles_of_every_ending_leave_nothing(
             return
         store.pool.release(store.spiller.reserve(store.pool.capacity_bytes - store.retiring_bytes))
         if ending == 3:  # Cancelled while it is read.
-            assert store.begin_fetch(owner)
+            assert store.spiller.begin_fetch(owner)
             store.forget(owner)
             return
         if ending == 4:
@@ -457,9 +457,9 @@ def test_nonsense_is_refused(cue_folder: Any) -> None:
 def test_without_a_tier_nothing_spills(make_store: Any, make_kv: Any) -> None:
     store = make_store()
     park(store, "a", make_kv("a"))
-    assert not store.begin_spill("a")
-    assert not store.begin_spill("nobody")
-    assert not store.begin_fetch("a")
+    assert not store.spiller.begin_write("a")
+    assert not store.spiller.begin_write("nobody")
+    assert not store.spiller.begin_fetch("a")
     assert store.spill_use == SpillUse()
     assert store.room_bytes == store.pool.free_bytes
 

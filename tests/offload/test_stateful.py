@@ -311,14 +311,14 @@ class SpillMachine(StoreMachine):
             and entry.header.body_bytes > 0
             and self.tier.free_bytes >= 8192
         )
-        assert self.store.begin_spill(owner) == able
+        assert self.store.spiller.begin_write(owner) == able
 
     @rule(owner=st.sampled_from("abcdef"))
     def begin_fetch(self, owner: str) -> None:
         entry = self.store._entries.get(owner)
         away = entry is not None and entry.reservation is None and entry.file is not None
         try:
-            assert self.store.begin_fetch(owner) == away
+            assert self.store.spiller.begin_fetch(owner) == away
         except HostPoolFullError:
             assert away
             assert entry is not None

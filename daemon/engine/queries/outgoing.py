@@ -37,6 +37,10 @@ class Outgoing:
         """Whether the owner's slice is under way."""
         return owner_id in self._tickets
 
+    def __len__(self) -> int:
+        """How many are under way."""
+        return len(self._tickets)
+
     def start(self, owner_id: str, kv: KVSlice, layout_hash: str, on_lost: Callable[[], None]) -> None:
         """Begin to store a slice. Waits for the oldest one if too many are under way.
 

@@ -80,13 +80,19 @@ class Residency:
 
     @property
     def host_free_bytes(self) -> int:
-        """Bytes a park may take from the host pool: idle sessions make room."""
-        return self.store.pool.free_bytes + self.sessions.nbytes
+        """Bytes a park may take from the host pool: what is in files, too, and idle sessions make room."""
+        return self.store.room_bytes + self.sessions.evictable_bytes
+
+    @property
+    def leaving(self) -> bool:
+        """Whether slices are on their way to the host pool."""
+        return len(self._outgoing) > 0
 
     def settle(self) -> None:
         """Take in what copies have come to. Cheap; call it once a step."""
         self._outgoing.settle()
         self.store.collect()
+        self.sessions.note_writes(self.store.spiller.take_ended())
 
     def prefill_of(self, query: Query) -> Prefill:
         """The query's prompt computation: under way, parked half done, after its session's, or new.
@@ -122,7 +128,11 @@ class Residency:
             return  # It has not left the device yet.
         try:
             self._ahead = self.store.begin_load(query.query_id, self.batch.device)
-        except CopyFailedError:
+        except (CopyFailedError, HostPoolFullError):
+            return
+        except SliceCorruptError:  # Its file is lost, as is known by now.
+            self._forget(query)
+            self.on_lost(query)
             return
         except SHORTAGE_TYPES as error:
             if not is_shortage(error):
@@ -299,7 +309,7 @@ class Residency:
             return self.store.finish_load(
                 self.store.begin_load(query.query_id, self.batch.device, layout_hash=digest)
             )
-        except (SliceCorruptError, CopyFailedError):
+        except (SliceCorruptError, CopyFailedError, HostPoolFullError):
             self._forget(query)
             return None
 

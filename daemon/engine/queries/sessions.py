@@ -6,7 +6,8 @@
 
 A session is a hint. The client sends the whole conversation as the prompt of every turn, so a slice that was
 evicted, replaced or damaged costs computation and never a token. Idle sessions take what parking leaves of
-the host pool: a parked query that needs the room gets it, the least recently used session goes first.
+the host pool: a parked query that needs the room gets it, the least recently used session goes first. Where
+there is a second tier it goes to a file, if there is time for that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorru
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
     import torch
@@ -55,7 +56,7 @@ class KeptSlice:
     Attributes:
         owner_id: Its name in the store.
         token_ids: The tokens it stands for, int64 of shape [n].
-        nbytes: Bytes in the host pool.
+        nbytes: Bytes in the host pool, or of a file.
         used_s: When it was last used.
     """
 
@@ -131,12 +132,27 @@ class Sessions:
         self._kept: dict[SessionKey, KeptSlice] = {}  # Least recently used first.
         self._numbers = itertools.count(1)
         self._nbytes = 0
+        self._alone: dict[
+            str, SessionKey
+        ] = {}  # By owner: in the pool, and in no file nor on the way to one.
         self._changed: set[SessionKey] = set()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that idle sessions take in the host pool; a park may have them all."""
+        """Bytes that idle sessions take, in the host pool and in files."""
         return self._nbytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """What of that lies in the host pool."""
+        return sum(self._store.spiller.pool_bytes(kept.owner_id) for kept in self._kept.values())
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes of the host pool that idle sessions alone keep from being room; a park may have them all."""
+        if self._store.spiller.tier is None:
+            return self._nbytes
+        return sum(self._kept[key].nbytes for key in self._alone.values())
 
     @property
     def count(self) -> int:
@@ -184,7 +200,7 @@ class Sessions:
         except SliceCorruptError:
             self._drop(key)
             return None
-        except CopyFailedError:
+        except (CopyFailedError, HostPoolFullError):
             return None
         except SHORTAGE_TYPES as error:
             if not is_shortage(error):
@@ -215,12 +231,13 @@ class Sessions:
         """
         if len(token_ids) != kv.n_tokens:
             raise ValueError(f"{len(token_ids)} token ids for a slice of {kv.n_tokens}")
-        if kv.nbytes > min(self.most_bytes, self._store.pool.free_bytes + self._nbytes):
+        if kv.nbytes > min(self.most_bytes, self._store.room_bytes + self.evictable_bytes):
             return False
-        if not self._fits(kv.nbytes):
+        if kv.nbytes > min(self.most_bytes - self._nbytes, self._store.room_bytes):
             self._drop(key)
-        while self._kept and not self._fits(kv.nbytes):
+        while kv.nbytes > self.most_bytes - self._nbytes:
             self._evict()
+        self.make_room(kv.nbytes)
         owner_id = f"{OWNER_MARK}session {next(self._numbers)}"
         try:
             self._outgoing.start(
@@ -231,16 +248,40 @@ class Sessions:
         self._drop(key)
         self._kept[key] = KeptSlice(owner_id, np.asarray(token_ids, dtype=np.int64), kv.nbytes, self._clock())
         self._changed.add(key)
+        self._alone[owner_id] = key
         self._nbytes += kv.nbytes
         self._counters["sessions_kept"] += 1
         return True
 
     def make_room(self, nbytes: int) -> None:
-        """Evict until `nbytes` are free in the host pool; nobody, if that can't be reached."""
-        if nbytes > self._store.pool.free_bytes + self._nbytes:
+        """Evict until `nbytes` are room in the host pool; nobody, if that can't be reached."""
+        if nbytes > self._store.room_bytes + self.evictable_bytes:
             return
-        while self._kept and self._store.pool.free_bytes < nbytes:
-            self._evict()
+        while self._alone and self._store.room_bytes < nbytes:
+            self._evict(self._alone[self.in_pool_alone()[0]])
+
+    def make_disk_room(self, nbytes: int) -> None:
+        """Evict sessions with files until the second tier will soon have `nbytes` free, or there are none."""
+        tier = self._store.spiller.tier
+        written = [key for key, kept in self._kept.items() if kept.owner_id not in self._alone]
+        for key in written:
+            if tier is None or tier.free_bytes + tier.dropped_bytes >= nbytes:
+                return
+            self._evict(key)
+
+    def in_pool_alone(self) -> list[str]:
+        """Owners of slices that lie in the pool alone, the least recently used first."""
+        return [kept.owner_id for kept in self._kept.values() if kept.owner_id in self._alone]
+
+    def note_writing(self, owner_id: str) -> None:
+        """A slice is on its way to a file, if it is a session's: it can't make room before it is there."""
+        self._alone.pop(owner_id, None)
+
+    def note_writes(self, ended: Iterable[tuple[str, bool]]) -> None:
+        """Take in which writes are over, and whether they have left a file."""
+        failed = {owner_id for owner_id, written in ended if not written}
+        if failed:
+            self._alone |= {kept.owner_id: key for key, kept in self._kept.items() if kept.owner_id in failed}
 
     def expire(self) -> None:
         """Drop what was not used for the time to live."""
@@ -262,11 +303,11 @@ class Sessions:
         for key, kept in self._kept.items():
             if held[kept.owner_id] != kept.nbytes or self._layout.nbytes(len(kept.token_ids)) != kept.nbytes:
                 raise AssertionError(f"{key}: {kept} has {held[kept.owner_id]} bytes in the store")
+        astray = [owner for owner in self._alone if not self._store.spiller.in_pool_alone(owner)]
+        if astray or not set(self._alone.values()) <= set(self._kept):
+            raise AssertionError(f"sessions are counted as in the pool alone, and are not: {astray}")
         if not sum(held.values()) == self._nbytes <= self.most_bytes:
             raise AssertionError(f"sessions hold {held}, counted {self._nbytes} of {self.most_bytes} bytes")
-
-    def _fits(self, nbytes: int) -> bool:
-        return nbytes <= min(self.most_bytes - self._nbytes, self._store.pool.free_bytes)
 
     def _lost(self, key: SessionKey, owner_id: str) -> None:
         """Its copy failed: what it replaced is gone, too."""
@@ -274,8 +315,8 @@ class Sessions:
         if kept is not None and kept.owner_id == owner_id:
             self._drop(key)
 
-    def _evict(self) -> None:
-        self._drop(next(iter(self._kept)))
+    def _evict(self, key: SessionKey | None = None) -> None:
+        self._drop(next(iter(self._kept)) if key is None else key)
         self._counters["sessions_evicted"] += 1
 
     def _drop(self, key: SessionKey) -> None:
@@ -285,5 +326,6 @@ class Sessions:
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._changed.add(key)
+            self._alone.pop(kept.owner_id, None)
             self._store.forget(kept.owner_id)
             self._nbytes -= kept.nbytes

@@ -145,7 +145,8 @@ def memory_snapshot(
         committed_bytes=use.committed_bytes,
         pooled_bytes=use.pooled_bytes,
         reserved_bytes=use.reserved_bytes,
-        parked_bytes=store.pool.used_bytes - residency.sessions.nbytes,
+        parked_bytes=store.pool.used_bytes - residency.sessions.pool_bytes,
+        spilled_bytes=store.spill_use.used_bytes,
         kv_budget_bytes=kv_budget_bytes,
         row_limit=residency.batch.rows,
     )
