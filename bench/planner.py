@@ -67,6 +67,7 @@ class Load:
             tuple(self.queries.values()),
             chunk_tokens=CHUNK_TOKENS,
             kv_free_bytes=1 << 40,
+            row_step_bytes=BYTES_PER_TOKEN,
             host_free_bytes=1 << 36,
         )
 

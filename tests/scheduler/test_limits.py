@@ -252,9 +252,7 @@ def test_all_finish_while_limits_move_in_every_step(  # noqa: PLR0917 - hypothes
     )
     coming = sorted(arrivals, reverse=True)
     for step in range(4000):
-        # Limits that never rest could park everybody for ever; what is asked for is that they may move long.
-        if step < 200:
-            engine.rows, engine.kv_bytes = moves[step % len(moves)]
+        engine.rows, engine.kv_bytes = moves[step % len(moves)]
         while coming and coming[-1][0] <= step:
             _, sla, prompt, tokens = coming.pop()
             engine.submit(sla, prompt, tokens)
