@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from batond.daemon.engine.queries.query import Query
 
 PROMPT_TOKENS = (3, 17, 9, 1)  # Shorter and longer than the windows of the tiny models.
-OUTPUT_TOKENS = 14
+OUTPUT_TOKENS = 10  # Enough to cross windows of 8 and blocks of 4, also behind the prompt of one token.
 ROWS = 3
 CHUNK_TOKENS = 4
 
@@ -36,6 +38,7 @@ class Support:
         one_at_a_time: Whether queries share no batch.
         chunkable: Whether prompts may be computed in parts.
         reason: Why the engine chose so, or refused.
+        fewest_parks: Of the four queries; nothing is shown of one that was not parked.
         seconds: Time spent.
     """
 
@@ -46,14 +49,34 @@ class Support:
     one_at_a_time: bool = False
     chunkable: bool = True
     reason: str = ""
+    fewest_parks: int = 0
     seconds: float = 0.0
+
+
+#: What was found, by all that a model is: some families are names of another's, down to the last weight.
+_found: dict[str, Support] = {}
 
 
 def check_family(name: str) -> Support:
     """Build a family's tiny model and serve it: in a shared batch, else in turns."""
     model = make_family(name)
-    support = check_model(name, model)
-    return support if support.outcome != "refused" else check_model(name, model, one_at_a_time=True)
+    identity = _identity(model)
+    if identity not in _found:
+        support = check_model(name, model)
+        if support.outcome == "refused":
+            support = check_model(name, model, one_at_a_time=True)
+        _found[identity] = support
+    return replace(_found[identity], family=name)
+
+
+def _identity(model: Any) -> str:
+    """Class, configuration and weights of a model, in short; its family's name is none of it."""
+    config = {key: value for key, value in model.config.to_dict().items() if key != "model_type"}
+    digest = hashlib.sha256(json.dumps([type(model).__name__, config], sort_keys=True, default=str).encode())
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(tensor.double().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def check_model(name: str, model: Any, *, batch: str = "auto", **options: Any) -> Support:
@@ -90,6 +113,7 @@ def check_model(name: str, model: Any, *, batch: str = "auto", **options: Any) -
         one_at_a_time=engine.rows == 1,
         chunkable=engine.chunkable,
         reason=reason,
+        fewest_parks=min(query.parks for query in queries),
         seconds=time.monotonic() - began_s,
     )
 
@@ -116,23 +140,22 @@ def _run_staggered(engine: LocalEngine, prompts: Sequence[Sequence[int]]) -> lis
     parked: list[Query] = []
     for number, prompt in enumerate(prompts):
         queries.append(engine.submit(prompt, sampling))
-        for _ in range(2):
-            engine.step()
+        engine.step()
         engine.check_integrity()
         _park_one(engine, queries[number // 2], parked)
         engine.step()
         if len(parked) > 1:
             _resume(engine, parked.pop(0))
-        engine.step()
     while engine.queries:
-        for query in list(engine.queries.values()):
+        # In turns, so that the last to come is parked, too, before the first are done.
+        waiting = [query for query in engine.queries.values() if query not in parked]
+        for query in sorted(waiting, key=lambda one: one.parks)[:1]:
             _park_one(engine, query, parked)
-            engine.step()
-            engine.check_integrity()
-            while parked:
-                _resume(engine, parked.pop(0))
-            for _ in range(2):
-                engine.step()
+        engine.step()
+        engine.check_integrity()
+        while parked:
+            _resume(engine, parked.pop(0))
+        engine.step()
     return queries
 
 

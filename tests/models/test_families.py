@@ -32,6 +32,8 @@ def test_family_is_exact_or_refused(family: str, page: str) -> None:
     assert support.outcome in {"exact", "refused"}, support
     if support.outcome == "refused":
         assert support.reason
+    else:
+        assert support.fewest_parks > 0
     if f"transformers {transformers.__version__}," in page:
         assert row(support) == read(page)[family], "docs/model-support.md is out of date"
 
