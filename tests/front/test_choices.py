@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from google.rpc import code_pb2
 
+from batond.daemon.errors import ExhaustedError
 from batond.daemon.front import convert
 from batond.daemon.front.follow import _Cursor
 from batond.daemon.front.held import ref_of
 from batond.daemon.front.hub import CameBack, GotRow, LostRow
+from batond.daemon.front.status import code_of_reason
 from batond.daemon.front.steps import choice_of
 from batond.daemon.queue import Chunk, CommittedChoice, JobState
 from batond.daemon.requests.params import sequence_seed
@@ -122,6 +125,23 @@ def test_one_failure_fails_the_job(hold: Hold) -> None:
     assert (step.commit.state, step.commit.error_reason) == (JobState.FAILED, "INTERNAL")
     assert held.ended
     assert held.query_ids == [held.query_id(0), held.query_id(2)], "these are to be stopped"
+
+
+def test_a_job_without_memory_ends_failed_with_a_code_that_says_so(hold: Hold) -> None:
+    """M6: its own end, not the engine's: nobody becomes a suspect, and it is not tried again by itself."""
+    held = hold(n=1)
+    message = "out of memory after 3 tokens of output: shorten the prompt"
+    failed = QueryFailed(
+        query_id=held.query_id(0), reason=ExhaustedError.reason, message=message, usage=usage()
+    )
+    commit = held.digest([failed]).commit
+    assert (commit.state, commit.error_reason, commit.error_message) == (
+        JobState.FAILED,
+        "RESOURCE_EXHAUSTED",
+        message,
+    )
+    assert code_of_reason(commit.error_reason) == code_pb2.RESOURCE_EXHAUSTED
+    assert held.ended
 
 
 def test_a_job_is_parked_when_all_its_choices_are(hold: Hold) -> None:

@@ -1,4 +1,4 @@
-"""Memory that runs out on cue: at one operation of torch, inside a forward or anywhere else."""
+"""Memory that runs out on cue, inside a forward."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from batond.bench.faults.allocations import Allocations
 from batond.daemon.engine.model.causal import CausalModel
 from batond.daemon.scheduler.caps import LearnedCap
 
@@ -17,35 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from batond.daemon.engine import LocalEngine
-
-
-def _allocates(function: Any) -> bool:
-    """Whether an operation makes a tensor of its own: neither a view nor a change in place."""
-    returns = function._schema.returns
-    return bool(returns) and all(str(one.type) == "Tensor" and one.alias_info is None for one in returns)
-
-
-class Allocations(TorchDispatchMode):
-    """Counts the operations that take memory, and fails at the chosen ones."""
-
-    def __init__(self, *fail_at: int) -> None:
-        super().__init__()
-        self.count = 0
-        self.failed = 0
-        self._fail_at = set(fail_at)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _allocates(func):
-            self.count += 1
-            if self.count - 1 in self._fail_at:
-                self.failed += 1
-                raise torch.OutOfMemoryError(f"CUDA out of memory at allocation {self.count - 1}")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def allocations() -> type[Allocations]:
-    return Allocations
 
 
 @dataclass
@@ -77,7 +48,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forwards]:
         if not forwards.fails(number, input_ids):
             return run(self, input_ids, *arguments, **options)
         forwards.failed.append(number)
-        with Allocations(forwards.depth(number)) as mode:
+        with Allocations({forwards.depth(number)}) as mode:
             run(self, input_ids, *arguments, **options)
         # It ended before: what it computed is thrown away all the same.
         raise torch.OutOfMemoryError(f"CUDA out of memory behind {mode.count} allocations")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from batond.bench.faults.allocations import Allocations
 from batond.bench.faults.counts import full_or
 from batond.bench.schedules import Arrival, Player, Request
 from batond.bench.solo import compare
@@ -115,9 +116,11 @@ def stand(make_stand: MakeStand, family: str, batch_kind: str, calm: Calm) -> An
 
 
 @pytest.mark.parametrize("family", KINDS_OF_CACHE)
-@pytest.mark.parametrize("times", [1, 2, 9])
-def test_memory_runs_out_in_the_nth_forward(stand: Any, forwards: Any, calm: Calm, times: int) -> None:
-    """M6: once, twice in a row, and until all who can be parked are, at every forward of a workload."""
+@pytest.mark.parametrize("times", full_or((1, 2, 4), (1, 2, 3, 4, 9)))
+def test_memory_runs_out_in_the_nth_forward(
+    stand: Any, forwards: Any, calm: Calm, family: str, times: int
+) -> None:
+    """M6: once, and several times in a row until rows are parked, at every forward of a workload."""
     run_workload(stand.engine)
     total, n = forwards.count, 0
     while n < total:
@@ -128,14 +131,14 @@ def test_memory_runs_out_in_the_nth_forward(stand: Any, forwards: Any, calm: Cal
         assert n in forwards.failed
         assert stand.engine.counters["out_of_memory"] >= 1
         failed = [place for place, query in enumerate(player.queries) if query.state is QueryState.FAILED]
-        if times < 9:
+        if times <= 2:  # A third time is the last when nobody else is there.
             assert failed == [], f"forward {n}"
         assert len(failed) <= 3
         for place in failed:
             assert player.queries[place].error[0] == "RESOURCE_EXHAUSTED"
         found = [fault for fault in faults(player, stand) if int(fault[0]) not in failed]
         assert found == [], f"forward {n}"
-        n += 1 if times == 1 else full_or(4, 1)
+        n += 1 if times == 1 and family != "gemma2" else full_or(5, 1)
     forwards.fails = lambda *_: False
     assert faults(run_workload(stand.engine), stand) == []
 
@@ -192,11 +195,11 @@ def test_a_row_for_which_there_is_never_memory_fails_alone(
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 @pytest.mark.parametrize("seed", range(full_or(1, 40)))
 def test_memory_runs_out_anywhere_in_a_step(
-    stand: Any, allocations: Any, calm: Calm, monkeypatch: pytest.MonkeyPatch, seed: int
+    stand: Any, calm: Calm, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """M6: in forwards, embeds, extracts, copies ahead and the choice of tokens: any operation of torch."""
     engine, step = stand.engine, stand.engine.step
-    mode = allocations()
+    mode = Allocations()
 
     def counted() -> bool:
         with mode:
@@ -205,9 +208,9 @@ def test_memory_runs_out_anywhere_in_a_step(
     monkeypatch.setattr(engine, "step", counted)
     run_workload(engine)
     total, rng = mode.count, random.Random(seed)
-    for _ in range(full_or(8, 100)):
+    for _ in range(full_or(4, 100)):
         calm(engine)
-        mode = allocations(*rng.sample(range(total), rng.choice([1, 3, 20])))
+        mode = Allocations(rng.sample(range(total), rng.choice([1, 3, 20])))
         player = run_workload(engine)
         assert mode.failed
         failed = [place for place, query in enumerate(player.queries) if query.error is not None]
