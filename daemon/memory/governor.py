@@ -263,13 +263,14 @@ class Governor:
             return "all is within the watermarks"
         if state is MemoryState.GROWING:
             return f"{_gib(reading.free_bytes)} are free: the batch may take more, step by step"
+        if used <= self._marks.high * reading.total_bytes:
+            total = _gib(reading.total_bytes)
+            return f"others hold {_gib(self._other_bytes)} of {total}: KV may take {_gib(max(0, at_high))}"
         over = (
             f"{_gib(used)} of {_gib(reading.total_bytes)} are used, {_gib(self._other_bytes)} by others;"
             f" {self._marks.high:.0%} may be"
         )
-        if at_high < demand.least_bytes:
-            return f"{over}; one query goes on all the same"
-        return over
+        return f"{over}; one query goes on all the same" if at_high < demand.least_bytes else over
 
 
 def _limits(state: MemoryState, reason: str, budget: int, own: OwnUse, demand: Demand) -> MemoryLimits:
