@@ -123,6 +123,8 @@ class Governing:
             ConfigError: The governor is demanded, and the memory can't be read.
         """
         self._batch, self._largest_bytes = batch, largest_bytes
+        if batch.device.type == "cuda":
+            torch.cuda.empty_cache()  # What probes and captures left behind is no peak of serving.
         watch = MemoryWatch(
             self._source,
             self._own_use,

@@ -436,12 +436,13 @@ def test_cached_blocks_go_back_under_pressure_and_not_at_every_step(monkeypatch:
     monkeypatch.setattr(torch.cuda, "empty_cache", empty)
     memory = Memory(used=800)
     governed = attached(memory, PooledBatch(device=torch.device("cuda")))
+    assert emptied == 1, "what the start has left behind"
     governed.limits(1, lambda: 0)
-    assert emptied == 0
+    assert emptied == 1
     memory.used = 990
     for _ in range(int(2.0 / TICK_S)):
         governed.limits(1, lambda: 0)
-    assert 2 <= emptied <= 3
+    assert 3 <= emptied <= 4
 
 
 def test_an_idle_engine_process_tends_its_memory(

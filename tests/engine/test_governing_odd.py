@@ -64,9 +64,7 @@ class Moods:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("seed", "batch"), [(0, "ring"), (1, "ring"), (2, "ring"), (3, "ring"), (0, "padded"), (2, "padded")]
-)
+@pytest.mark.parametrize(("seed", "batch"), [(0, "ring"), (1, "ring"), (3, "ring"), (2, "padded")])
 def test_odd_readings_change_no_token(
     llama: Any, make_engine: MakeEngine, solo: Callable[..., list[int]], seed: int, batch: str
 ) -> None:
