@@ -41,3 +41,26 @@ def has_host_copy(query: QueryView) -> bool:
 def ends_with_prefill(query: QueryView) -> bool:
     """Whether the token that the last chunk yields is the last one: such a query needs no row."""
     return query.to_prefill_tokens > 0 and query.max_tokens - query.output_tokens <= 1
+
+
+def chunk_tokens(query: QueryView, most: float, grid: int | None) -> int:
+    """Tokens of a claim's next chunk; 0 if it has to wait.
+
+    Args:
+        query: Has prompt tokens to compute.
+        most: That may still be computed in this step.
+        grid: Chunks end at multiples of it, and wait if they don't fit whole; None cuts anywhere.
+    """
+    left = query.to_prefill_tokens
+    if grid is None:
+        return int(min(left, most))
+    whole = min(left, grid - query.prefilled_tokens % grid)
+    return whole if whole <= most else 0
+
+
+def chunk_bytes(query: QueryView, tokens: int) -> int:
+    """An upper bound of the bytes that so many prompt tokens of a claim write."""
+    # What is computed and not on the device, of a session or parked half done, comes with the first chunk.
+    comes = 0 if holds_device_bytes(query) else query.park_bytes
+    rest = max(0, needed_bytes(query) - comes)
+    return comes - (-rest * tokens // query.to_prefill_tokens)

@@ -7,6 +7,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from batond.daemon.scheduler.claims import (
+    chunk_bytes,
+    chunk_tokens,
     ends_with_prefill,
     has_host_copy,
     holds_device_bytes,
@@ -48,9 +50,12 @@ class Draft:
     Promised is more than written. A budget that was lowered, or queries that outgrew their reserve, can leave
     more promised than there is: then nobody new gets bytes, but nobody loses any before memory itself,
     what is written with the tokens of this step, is over the budget.
+
+    Attributes:
+        overdue: The first claim that needs more than the whole budget, and has waited `pass_over_s`.
     """
 
-    def __init__(self, view: BatchView, line: Line) -> None:
+    def __init__(self, view: BatchView, line: Line, pass_over_s: float = math.inf) -> None:
         self._view, self._line = view, line
         self._victims = VictimPool(line, view.now_s)
         self._free_rows = view.rows - len(line.running)
@@ -62,6 +67,7 @@ class Draft:
             self._free_bytes + line.unwritten_bytes - view.row_step_bytes * len(line.running)
         )
         self._spare_bytes = self._chunk_room_bytes  # The same once the rows are taken.
+        self._grid = (view.chunk_tokens or None) if view.fixed_chunks else None
         self._chunk_tokens = math.inf if view.chunk_tokens is None else view.chunk_tokens
         self._ready = line.ready.copy()
         self._closed_order: float = math.inf
@@ -73,6 +79,8 @@ class Draft:
         self._parks = Parks(view)
         self._put_off: set[str] = set()
         self._alone = False
+        self._patient_since_s = view.now_s - pass_over_s
+        self.overdue: QueryView | None = None
         self._resume: list[str] = []
         self._admit: list[str] = []
         self._prefetch: list[str] = []
@@ -96,13 +104,10 @@ class Draft:
             reasons=self._reasons,
         )
 
-    def shed_rows(self) -> None:
-        """Park the least urgent queries above the row limit; neither quantum nor class protects them."""
+    def shed(self) -> None:
+        """Park the least urgent above the row limit, and until what is written fits: nothing protects."""
         if self._free_rows < 0:
             self._take_rows(self._victims.least_urgent(-self._free_rows), "row_limit", "")
-
-    def shed_bytes(self) -> None:
-        """Park the least urgent until what is written fits; neither quantum nor class protects them."""
         if self._spare_bytes < 0:
             self._shed(-self._spare_bytes, self._line.holders.values())
 
@@ -142,15 +147,21 @@ class Draft:
             return
         chunks = len(self._chunks)
         if query.reserved_bytes > self._budget_bytes and not self._alone:
-            # The budget is lower than it was: it waits for another one, or until it is alone. Nothing is kept
-            # for it, and it does not stop those behind it, who may fit.
-            self.block(query, "kv_bytes")
+            self._pass_over(query, in_line=in_line)
         elif query.to_prefill_tokens > 0:
             self._serve_prefill(query, in_line=in_line)
         else:
             self._serve_row(query, in_line=in_line)
         if in_line and query.phase is Phase.WAITING and len(self._chunks) == chunks:
             self._fruitless[query.class_order] += 1
+
+    def _pass_over(self, query: QueryView, *, in_line: bool) -> None:
+        """The whole budget is too low for it now: those behind it, who may fit, go on while it is young."""
+        if query.arrival_s > self._patient_since_s:
+            self.block(query, "kv_bytes")
+            return
+        self._hold_back(query, "kv_bytes", in_line=in_line)
+        self.overdue = self.overdue or query
 
     def shut(self, order: int, kind: Kind) -> bool:
         """Whether nobody of a class and kind can get anything as things stand: it makes long lines cheap.
@@ -346,19 +357,12 @@ class Draft:
 
     def _next_tokens(self, query: QueryView) -> int:
         """Tokens of the next chunk; 0 if it has to wait."""
-        left, grid = query.to_prefill_tokens, self._view.chunk_tokens
-        if not (self._view.fixed_chunks and grid):
-            return int(min(left, self._chunk_tokens))
-        whole = min(left, grid - query.prefilled_tokens % grid)
-        return whole if whole <= self._chunk_tokens else 0
+        return chunk_tokens(query, self._chunk_tokens, self._grid)
 
     def _next_chunk(self, query: QueryView) -> tuple[int, int]:
         """Tokens of the next chunk, and an upper bound of the bytes it writes."""
         tokens = self._next_tokens(query)
-        # What is computed and not on the device, of a session or parked half done, comes with the first one.
-        comes = 0 if holds_device_bytes(query) else query.park_bytes
-        rest = max(0, needed_bytes(query) - comes)
-        return tokens, comes - (-rest * tokens // query.to_prefill_tokens)
+        return tokens, chunk_bytes(query, tokens)
 
     def _add_chunk(self, query: QueryView, tokens: int, nbytes: int) -> None:
         self._chunks.append(Chunk(query.query_id, tokens, last=tokens == query.to_prefill_tokens))

@@ -83,6 +83,10 @@ class Planner:
                 walk.reopen()
         if line.running or not line.has_claims or not draft.empty:
             return draft
+        if draft.overdue is not None:
+            overdue, draft = draft.overdue, self._draft(view, line)
+            draft.serve_alone(overdue)
+            return draft
         # Nobody runs who could give bytes back, and the first in line lacks some: smaller ones must pass, or
         # nothing would ever move again. Those that hold bytes go first, for they can give some back.
         draft = self._draft(view, line)
@@ -106,9 +110,8 @@ class Planner:
         return draft
 
     def _draft(self, view: BatchView, line: Line) -> Draft:
-        draft = Draft(view, line)
-        draft.shed_rows()
-        draft.shed_bytes()
+        draft = Draft(view, line, self._limits.pass_over_s)
+        draft.shed()
         return draft
 
 

@@ -22,12 +22,15 @@ class PlannerLimits:
     Attributes:
         quantum_tokens: Tokens a query decodes after each admission before it may be parked (rule 4).
         max_parks: A query parked so often by the planner is not pre-empted any more (rule 3).
+        pass_over_s: Who needs more than the whole budget as it is now is passed by others until it has waited
+            so long since its arrival; then it stops the line, and runs alone (rule 5).
         prefetch_tokens: A row counts as coming free when its query may emit at most so many tokens more.
     """
 
     quantum_tokens: int = 16
     max_parks: int = 8
     prefetch_tokens: int = 2
+    pass_over_s: float = 60.0
 
 
 class Standing(enum.IntEnum):

@@ -161,7 +161,7 @@ def test_bytes_held_by_less_urgent_slices_never_stop_everything(plan: Planning, 
 def test_query_that_can_never_fit_does_not_stop_the_others(plan: Planning, views: Views) -> None:
     """Rule 7: such a query is refused at submit; should one come through, it must not block."""
     fresh = views.waiting("batch")
-    result = plan(2, views.waiting("interactive", prompt=10_000), fresh, kv_free_bytes=500)
+    result = plan(2, views.waiting("interactive", prompt=10_000, arrival_s=90.0), fresh, kv_free_bytes=500)
     assert result.admit == (fresh.query_id,)
 
 

@@ -120,11 +120,38 @@ def test_no_room_in_the_host_pool_is_no_reason_to_stay(plan: Planning, views: Vi
 def test_who_needs_more_than_there_is_stops_nobody(plan: Planning, views: Views) -> None:
     """Rule 7: the head of the line fits into no budget of today; those behind it do."""
     running = views.running("interactive")
-    head = views.parked("standard", reserved_bytes=500)
+    head = views.parked("standard", reserved_bytes=500, arrival_s=90.0)
     small = views.ready("standard")
     result = plan(8, running, head, small, kv_free_bytes=200)
     assert result.admit == (small.query_id,)
     assert result.blocked == {head.query_id: "kv_bytes"}
+
+
+def test_who_needs_more_than_there_is_is_not_passed_for_ever(plan: Planning, views: Views) -> None:
+    """Rule 5, S8: after a minute it stops the line, and is served alone once nobody runs."""
+    head = views.parked("standard", reserved_bytes=500, park_bytes=20, arrival_s=39.0)
+    small = views.ready("standard")
+    waits = plan(8, views.running("interactive"), head, small, kv_free_bytes=200)
+    assert waits.empty
+    assert waits.blocked == {head.query_id: "kv_bytes", small.query_id: "kv_bytes"}
+    alone = plan(8, head, small, kv_free_bytes=200)
+    assert alone.resume == (head.query_id,)
+    assert not alone.admit
+
+
+def test_a_large_query_is_served_among_small_ones_that_never_end(fake_engine: type[FakeEngine]) -> None:
+    """Rule 5, S8: memory stays short, and there is always somebody small who fits."""
+    engine = fake_engine(Fcfs(), rows=4, kv_bytes=100, limits=PlannerLimits(pass_over_s=2.0))
+    large = engine.submit("standard", 60, 60)
+    for _ in range(200):
+        engine.submit("standard", 5, 10)
+        engine.step()
+    assert engine.phase(large) is Phase.WAITING
+    assert len(engine.finished) > 60
+    for _ in range(100):
+        engine.submit("standard", 5, 10)
+        engine.step()
+    assert large in engine.finished
 
 
 @pytest.mark.parametrize("gate", list(Gate))
@@ -202,7 +229,7 @@ def test_rows_follow_the_limit_down_and_up(fake_engine: type[FakeEngine]) -> Non
     assert engine.park_count == sum(query.view.parks for query in engine.finished.values())
 
 
-LIMITS = PlannerLimits(quantum_tokens=4, max_parks=3)
+LIMITS = PlannerLimits(quantum_tokens=4, max_parks=3, pass_over_s=0.2)
 ARRIVALS = st.lists(
     st.tuples(st.integers(0, 60), st.sampled_from(SLAS), st.integers(1, 30), st.integers(1, 30)),
     min_size=1,
