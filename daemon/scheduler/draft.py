@@ -78,7 +78,6 @@ class Draft:
         self._chunks: list[Chunk] = []
         self._parks = Parks(view)
         self._put_off: set[str] = set()
-        self._alone = False
         self._patient_since_s = view.now_s - pass_over_s
         self.overdue: QueryView | None = None
         self._resume: list[str] = []
@@ -129,7 +128,7 @@ class Draft:
         if others and writes > self._spare_bytes:
             self._shed(writes - self._spare_bytes, others, stays=query)
             return
-        self._alone, self._free_bytes, self._chunk_room_bytes = True, math.inf, math.inf
+        self._budget_bytes = self._free_bytes = self._chunk_room_bytes = math.inf
         self._blocked.pop(query.query_id, None)
         if gated:
             self.serve_group((query,), idle=True)
@@ -146,7 +145,7 @@ class Draft:
         if query.query_id in self._put_off:
             return
         chunks = len(self._chunks)
-        if query.reserved_bytes > self._budget_bytes and not self._alone:
+        if query.reserved_bytes > self._budget_bytes:
             self._pass_over(query, in_line=in_line)
         elif query.to_prefill_tokens > 0:
             self._serve_prefill(query, in_line=in_line)
