@@ -6,6 +6,7 @@ one that was given back does so again, so that releasing a row zeroes it for not
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import TYPE_CHECKING, Final
 
@@ -31,15 +32,22 @@ class HostArena:
     Args:
         shape: Of the ring.
         remark: What an operator should know.
+
+    Raises:
+        torch.OutOfMemoryError: The process may not have so many addresses.
     """
 
     def __init__(self, shape: ArenaShape, *, remark: str = "") -> None:
         self.remark = remark
         self._grid = PageGrid(shape, page_bytes_for(shape.record_bytes, mmap.PAGESIZE))
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        self._mapping = mmap.mmap(-1, max(self._grid.nbytes, mmap.PAGESIZE), flags=flags)
+        try:
+            self._mapping = mmap.mmap(-1, max(self._grid.nbytes, mmap.PAGESIZE), flags=flags)
+        except OSError as error:
+            raise torch.OutOfMemoryError(f"no {self._grid.nbytes} bytes of addresses: {error}") from error
         # A huge page would be committed whole for its first byte, and taken back in no part.
-        self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        with contextlib.suppress(OSError):  # A kernel without huge pages.
+            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
         raw = torch.frombuffer(self._mapping, dtype=torch.uint8)
         size = (shape.rows, shape.capacity, shape.record_bytes)
         self.tensor = raw.as_strided(size, self._grid.strides)
@@ -63,11 +71,15 @@ class HostArena:
     def expect(self, row: int, column: int) -> None:
         """Nothing to be had ahead."""
 
-    def release(self, row: int, written: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002 - the protocol's
+    def release(self, row: int, written: Sequence[tuple[int, int]]) -> None:
         """Take the row's pages from it; they read as zeroes from now on."""
         # All of the row, not only what the books say: a step that failed may have written ahead of them, and
         # pages of zeroes that were read have entries in the page table.
-        self._mapping.madvise(mmap.MADV_DONTNEED, row * self._grid.row_bytes, self._grid.row_bytes)
+        try:
+            self._mapping.madvise(mmap.MADV_DONTNEED, row * self._grid.row_bytes, self._grid.row_bytes)
+        except OSError:  # Memory is locked: it stays, and must be zero all the same.
+            for first, last in written:
+                self.tensor[row, first:last] = 0
         self._held_pages -= len(self._held[row])
         self._held[row].clear()
 
@@ -86,7 +98,8 @@ class HostArena:
 
     def close(self) -> None:
         """Give the memory back; the mapping itself goes with the last view on it."""
-        self._mapping.madvise(mmap.MADV_DONTNEED)
+        with contextlib.suppress(OSError):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
         for held in self._held:
             held.clear()
         self._held_pages = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import random
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from batond.bench import families
+from batond.daemon.engine.batch.arenas import host
 from batond.daemon.engine.batch.arenas.arena import ArenaShape
 from batond.daemon.engine.batch.arenas.card import CardArena
 from batond.daemon.engine.batch.arenas.choice import elastic_arena, plain_arena
@@ -205,6 +208,32 @@ def test_host_memory_comes_and_goes_with_the_rows() -> None:
     assert arena.use.committed_bytes == 0
     assert not arena.tensor[2, 300:900].any()
     arena.close()
+
+
+def test_memory_that_the_system_does_not_take_back_is_zero_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Locked memory, kernels without huge pages, a limit on addresses."""
+
+    class Locked(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "locked")
+
+    monkeypatch.setattr(host.mmap, "mmap", Locked)
+    arena = HostArena(ArenaShape(rows=2, capacity=30, record_bytes=1000))
+    arena.commit(1, 3, 20)
+    arena.tensor[1, 3:20] = 9
+    arena.release(1, [(3, 20)])
+    assert not arena.tensor.any()
+    assert arena.row_bytes(1) == 0
+    arena.close()
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "no")
+
+    monkeypatch.setattr(host.mmap, "mmap", refuses)
+    with pytest.raises(torch.OutOfMemoryError, match="addresses"):
+        HostArena(ArenaShape(rows=2, capacity=30, record_bytes=1000))
 
 
 def test_a_thousand_rows_that_come_and_go_leave_nothing(bench: Any) -> None:
