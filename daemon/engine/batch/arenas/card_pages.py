@@ -19,7 +19,7 @@ import torch
 from batond.daemon.engine.batch.arenas.driver import DriverError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from batond.daemon.engine.batch.arenas.driver import Driver, Fence
     from batond.daemon.engine.batch.arenas.pages import PageGrid
@@ -192,21 +192,33 @@ class CardPages:
     # -- under the lock -------------------------------------------------------------------------------
 
     def _commit(self, row: int, pages: range) -> None:
-        done: list[int] = []
+        """Place all missing pages, then have access to each run of them in one call: that costs most."""
+        held = self._held[row]
+        missing = [page for page in pages if page not in held]
+        back = {page: self._leaving.pop((row, page)) for page in missing if (row, page) in self._leaving}
+        new: dict[int, int] = {}
         try:
-            for page in pages:
-                if page not in self._held[row]:
-                    self._held[row][page] = self._mapped(row, page)
-                    self._held_pages += 1
-                    done.append(page)
+            for page in missing:
+                if page not in back:
+                    new[page] = self._placed(row, page)
+            closed = [page for page in missing if page in new or not back[page].accessible]
+            for first, count in _runs(closed):
+                address = self.address + self.grid.offset(row, first)
+                self._driver.set_access(address, count * self.grid.page_bytes)
         except (torch.OutOfMemoryError, DriverError):
-            self._rollback(row, done)
+            self._rollback(row, new, back)
             raise
+        held.update(new)
+        held.update({page: leaving.handle for page, leaving in back.items()})
+        self._held_pages += len(missing)
 
-    def _rollback(self, row: int, pages: Sequence[int]) -> None:
-        """Undo a commit that ended half-way: the row gives back the pages that it got, and no other."""
-        if pages:
-            self._leave(row, pages)
+    def _rollback(self, row: int, new: Mapping[int, int], back: Mapping[int, _Leaving]) -> None:
+        """Undo a commit that ended half-way: new pages are pooled, those that were leaving leave again."""
+        for page, leaving in back.items():
+            self._leaving[row, page] = leaving
+        for page, handle in new.items():
+            self._leaving[row, page] = _Leaving(handle, _Unused(), accessible=False)
+            self._unmap(row, page)
 
     def _leave(self, row: int, pages: Sequence[int]) -> Fence:
         """Take pages from a row; they stay mapped for now."""
@@ -216,24 +228,16 @@ class CardPages:
         self._held_pages -= len(pages)
         return fence
 
-    def _mapped(self, row: int, page: int) -> int:
-        """Have memory behind a page that has none in the books; returns its handle."""
-        address = self.address + self.grid.offset(row, page)
-        if (row, page) not in self._leaving:
-            handle = self._memory()
-            try:
-                self._driver.map(address, self.grid.page_bytes, handle)
-            except (torch.OutOfMemoryError, DriverError):
-                self._pool.append(handle)
-                raise
-            self._leaving[row, page] = _Leaving(handle, _Unused(), accessible=False)
-        if not self._leaving[row, page].accessible:
-            try:
-                self._driver.set_access(address, self.grid.page_bytes)
-            except (torch.OutOfMemoryError, DriverError):
-                self._unmap(row, page)
-                raise
-        return self._leaving.pop((row, page)).handle
+    def _placed(self, row: int, page: int) -> int:
+        """Map memory behind a page, without access to it yet; returns its handle."""
+        handle = self._memory()
+        try:
+            address = self.address + self.grid.offset(row, page)
+            self._driver.map(address, self.grid.page_bytes, handle)
+        except (torch.OutOfMemoryError, DriverError):
+            self._pool.append(handle)
+            raise
+        return handle
 
     def _memory(self) -> int:
         """A page of memory: of the pool, else new, else of what is leaving."""
@@ -264,3 +268,17 @@ class CardPages:
             _log.exception("a page of row %d could not be unmapped", row)
             return
         self._pool.append(self._leaving.pop((row, page)).handle)
+
+
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First page and count of each run of neighbours; pages ascend."""
+    first, count = 0, 0
+    for page in pages:
+        if count and page == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = page, 1
+    if count:
+        yield first, count

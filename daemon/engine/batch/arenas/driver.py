@@ -60,7 +60,7 @@ class Driver(Protocol):
         """
 
     def set_access(self, address: int, nbytes: int) -> None:
-        """Let the card read and write what is mapped there.
+        """Let the card read and write what is mapped there: one piece of memory, or several side by side.
 
         Raises:
             torch.OutOfMemoryError: As for `map`.

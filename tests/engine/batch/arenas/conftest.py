@@ -119,10 +119,14 @@ class FakeDriver:
 
     def set_access(self, address: int, nbytes: int) -> None:
         self._called("set_access")
-        assert self.mapped[address][0] == nbytes
-        self.accessible.add(address)
-        if self.poison:  # What its last owner left.
-            ctypes.memset(address, POISON, nbytes)
+        end = address + nbytes
+        while address < end:  # Several pieces, side by side.
+            piece_bytes = self.mapped[address][0]
+            if self.poison and address not in self.accessible:  # What its last owner left.
+                ctypes.memset(address, POISON, piece_bytes)
+            self.accessible.add(address)
+            address += piece_bytes
+        assert address == end
 
     def unmap(self, address: int, nbytes: int) -> None:
         self._called("unmap")

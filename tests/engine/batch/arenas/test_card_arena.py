@@ -29,16 +29,13 @@ def books(arena: CardArena) -> tuple[Any, ...]:
     return (arena.use.committed_bytes, *(arena.row_bytes(row) for row in range(SHAPE.rows)))
 
 
-@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("error", [FULL, REFUSED])
 @pytest.mark.parametrize(
-    ("call", "error"),
+    ("call", "after"),
     [
-        ("create", FULL),
-        ("create", REFUSED),
-        ("map", FULL),
-        ("map", REFUSED),
-        ("set_access", FULL),
-        ("set_access", REFUSED),
+        *((call, after) for call in ("create", "map") for after in range(4)),
+        ("set_access", 0),
+        ("set_access", 1),
     ],
 )
 def test_a_commit_that_fails_half_way_changes_nothing(
@@ -47,6 +44,7 @@ def test_a_commit_that_fails_half_way_changes_nothing(
     """M5, M6: pages that it got are pooled, those that the row had stay, and it can be tried again."""
     arena = make_card_arena()
     arena.commit(0, 0, 10)
+    arena.commit(0, 50, 55)  # Two runs of pages are missing.
     arena.tensor[0, :10] = 9
     arena.trim()
     before, had = books(arena), driver.used_bytes
@@ -55,6 +53,8 @@ def test_a_commit_that_fails_half_way_changes_nothing(
         arena.commit(0, 0, 80)
     assert books(arena) == before
     assert arena.holds(0, 0, 10)
+    assert arena.holds(0, 50, 55)
+    assert not arena.holds(0, 40, 41)
     assert driver.used_bytes == had + arena.use.pooled_bytes
     arena.commit(0, 0, 80)
     arena.tensor[0, 10:80] = 8
@@ -123,6 +123,17 @@ def test_what_is_leaving_is_used_before_memory_is_out(make_card_arena: MakeArena
     with pytest.raises(torch.OutOfMemoryError):
         arena.commit(2, 0, 1)
     assert books(arena) == (ROW_PAGES * PAGE, 0, ROW_PAGES * PAGE, 0)
+
+
+def test_a_commit_has_access_to_all_its_pages_in_one_call(make_card_arena: MakeArena, driver: Any) -> None:
+    """Access costs ten times what mapping does, whatever the size."""
+    arena = make_card_arena()
+    before = driver.calls["set_access"]
+    arena.commit(1, 0, 100)
+    assert driver.calls["set_access"] == before + 1
+    arena.commit(2, 40, 50)
+    arena.commit(2, 0, 100)
+    assert driver.calls["set_access"] == before + 4
 
 
 def test_nothing_is_unmapped_that_the_card_may_still_read(make_card_arena: MakeArena, driver: Any) -> None:
