@@ -22,6 +22,7 @@ from batond.bench import (
     models,
     planner,
     soak,
+    spill,
     steps,
     support_table,
     trace,
@@ -68,6 +69,19 @@ def engine_command(
     console.print(engine_bench.report(results, requests))
     if output is not None:
         output.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results))
+
+
+@app.command("spill")
+def spill_command(
+    directory: Annotated[Path, typer.Argument(help="Made if it is missing; emptied of what this writes.")],
+    slice_mib: Annotated[int, typer.Option(help="MiB of a slice.", min=1)] = 256,
+    slices: Annotated[int, typer.Option(help="Slices a turn.", min=1)] = 4,
+    rounds: Annotated[int, typer.Option(help="Turns of each way.", min=1)] = 5,
+) -> None:
+    """Write slices to a spill directory and read them back, against plain calls on the same disk."""
+    console = Console()
+    rates = spill.run(directory.absolute(), slice_bytes=slice_mib << 20, slices=slices, rounds=rounds)
+    console.print(spill.table(rates))
 
 
 @app.command("steps")

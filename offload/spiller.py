@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batond.offload.errors import HostPoolFullError
 from batond.offload.poison import fill
 
 if TYPE_CHECKING:
@@ -188,7 +189,10 @@ class Spiller:
         if self.tier is None or entry.file is None or entry.reservation is not None:
             return False
         if entry.job is None:
-            entry.arriving = self.reserve(entry.header.body_bytes)
+            try:
+                entry.arriving = self.reserve(entry.header.body_bytes)
+            except MemoryError as error:
+                raise HostPoolFullError("the system has no memory for the host pool") from error
             entry.job = self.tier.read(entry.file, bytes(entry.sealed), entry.arriving.views())
             self._jobs[entry] = None
         return True

@@ -189,6 +189,23 @@ def test_a_read_needs_room_and_says_so(spill_store: Any, make_kv: Any, same: Any
     assert same(load(store, "a"), make_kv("a"))
 
 
+def test_a_system_without_memory_for_the_pool_is_a_pool_that_is_full(
+    spill_store: Any, make_kv: Any, same: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = spill_store()
+    to_disk_alone(store, "a", make_kv("a"))
+
+    def refuse(_: int) -> None:
+        raise MemoryError("no chunk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.pool, "reserve", refuse)
+        with pytest.raises(HostPoolFullError):
+            store.spiller.begin_fetch("a")
+    store.check_integrity()
+    assert same(load(store, "a"), make_kv("a"))
+
+
 @pytest.mark.parametrize(
     "cue",
     [
