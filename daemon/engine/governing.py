@@ -140,7 +140,7 @@ class Governing:
                 _log.warning("the memory governor is on, but this batch gives back little")
         else:
             self.why = f"off: {self._source.name} can't be read: {watch.last_failure}"
-        _log.info("memory governor %s", self.why)
+        _log.log(logging.WARNING if watch.last_failure else logging.INFO, "memory governor %s", self.why)
         if self.on:
             return
         watch.close()

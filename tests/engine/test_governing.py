@@ -350,7 +350,7 @@ def test_a_new_reading_or_a_larger_query_makes_a_new_decision_and_nothing_else()
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
-def test_a_memory_that_cannot_be_read(mode: Any) -> None:
+def test_a_memory_that_cannot_be_read(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
     """M9: by itself it stays off; demanded, the start says why not."""
     memory, batch = Memory(), PooledBatch()
     memory.broken = True
@@ -361,6 +361,7 @@ def test_a_memory_that_cannot_be_read(mode: Any) -> None:
     else:
         made.attach(batch, 50)
         assert made.why == "off: a memory can't be read: no driver"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert not made.on
     assert made.limits(0, lambda: 0) is None
     assert made.status is None
