@@ -18,6 +18,7 @@ from batond.bench import (
     demo,
     families,
     load,
+    memory,
     model_support,
     models,
     planner,
@@ -32,7 +33,7 @@ from batond.bench import engine as engine_bench
 from batond.bench.gpu import run as gpu_bench
 from batond.bench.gpu import tables as gpu_tables
 from batond.bench.gpu.sizes import SHAPES
-from batond.daemon.errors import BatondError
+from batond.daemon.errors import BatondError, ConfigError
 from batond.daemon.simulator.command import policy_list
 from batond.daemon.simulator.options import pairs
 from batond.daemon.telemetry.logging import configure_logging
@@ -100,6 +101,36 @@ def steps_command(
     with console.status("measuring"):
         steps.measure(loaded, cases, rounds)
     console.print(steps.report(cases, f"{model}, {torch.get_num_threads()} threads"))
+
+
+@app.command("memory")
+def memory_command(
+    workload: Annotated[str, typer.Option(help=f"One of: {', '.join(workloads.WORKLOADS)}.")] = "short",
+    model: Annotated[str, typer.Option(help='"tiny" (random), "small" (SmolLM2-135M), or a path.')] = "tiny",
+    rows: Annotated[int, typer.Option(help="Rows of the batch.", min=1)] = 8,
+    output: Annotated[Path | None, typer.Option(help="Also write figures and curves as JSON lines.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves, such as file.svg (matplotlib).")] = None,
+) -> None:
+    """Measure the memory of keys and values over time: run to completion, padded, and on the ring."""
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    if workload not in workloads.WORKLOADS:
+        raise typer.BadParameter(f"{workload!r} is not one of {', '.join(workloads.WORKLOADS)}")
+    with console.status(f"loading {model}"):
+        loaded = models.load(model)
+    requests = workloads.WORKLOADS[workload](loaded.vocab_size)
+    curves = []
+    for mode in memory.MODES:
+        with console.status(mode):
+            curves.append(memory.run(loaded, requests, mode, rows))
+    console.print(memory.report(curves))
+    if output is not None:
+        output.write_text("".join(json.dumps(curve.figures()) + "\n" for curve in curves))
+    if plot is not None:
+        try:
+            memory.plot(plot, curves)
+        except ConfigError as error:
+            raise typer.BadParameter(error.message) from error
 
 
 @app.command("demo")
