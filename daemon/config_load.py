@@ -287,14 +287,17 @@ def _explain(name: str, faults: Sequence[ErrorDetails]) -> str:
     fault, place = faults[0], _key(faults[0])
     if fault["type"] == "extra_forbidden":
         return f"{name}: {_unknown(place[-1], _known_keys(place[:-1]))}"
-    message = ", or: ".join(dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in faults))
+    why = ", or: ".join(dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in faults))
     shown = fault["input"]
     plain = isinstance(shown, (str, int, float, bool)) and not _SECRET & set(place)
-    return f"{name}: {message} (got {_cut(repr(shown))})" if plain else f"{name}: {_cut(message)}"
+    # A validator of ours may quote the value, which may be a whole document.
+    return f"{name}: {_cut(why)} (got {_cut(repr(shown))})" if plain else f"{name}: {_cut(why)}"
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= MOST_SHOWN_CHARS else text[: MOST_SHOWN_CHARS - 3] + "..."
+    """The ends of a long text: the advice stands at the last."""
+    half = MOST_SHOWN_CHARS // 2
+    return text if len(text) <= MOST_SHOWN_CHARS else f"{text[:half]}...{text[-half:]}"
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

@@ -202,8 +202,10 @@ class RedisProxy:
         outcome = Outcome.PASS
         for rule in self._rules:
             if rule.fits(name, moment) and outcome is Outcome.PASS:
-                outcome = await rule.action(name)
-                rule.met.set()
+                try:
+                    outcome = await rule.action(name)
+                finally:  # Who did not wait for the end of a delay has met it all the same.
+                    rule.met.set()
         return outcome
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
