@@ -132,7 +132,7 @@ def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
 
 def test_a_value_that_is_a_document_is_not_quoted_whole(tmp_path: Path) -> None:
     """The key, and what to do, are still there."""
-    with pytest.raises(ConfigError, match=r"^server\.listen: 'a+\.\.\.a+' is not host:port") as caught:
+    with pytest.raises(ConfigError, match=r"^server\.listen: 'a+\.\.\.a+' is neither host:port") as caught:
         load_settings(_file(tmp_path, f"[server]\nlisten = ['{'a' * 9000}']\n"))
     assert len(caught.value.message) < 600
 
