@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -301,6 +302,53 @@ def test_a_full_disk_is_a_full_tier(llama: Any, make: MakeEngine, solo: Solo) ->
     assert engine.residency.store.spill_use.files == 2
     assert finish(engine, queries, solo, llama) > 0
     assert engine.residency.store.spill_use.failures == 0
+
+
+@pytest.mark.parametrize("seed", [3, 14, 20, 29, 35])
+def test_whatever_is_asked_and_whatever_breaks(
+    llama: Any, make: MakeEngine, solo: Solo, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """R2, C1, M5: random parks, cancels and turns over small tiers, files at their own pace, some fail."""
+    chance, faults = random.Random(seed), random.Random(seed)
+    engine = make(
+        llama,
+        rows=chance.choice([1, 2, 3]),
+        host_pool_bytes=TOKEN_BYTES * chance.choice([8, 16, 30]),
+        spill_bytes=chance.choice([2, 5, 100]) * 8192,
+        session_bytes=1 << 16,
+        chunk_tokens=chance.choice([3, 256]),
+        limits=PlannerLimits(quantum_tokens=1, max_parks=1000),
+    )
+    for call in ("open", "read", "publish") if chance.random() < 0.5 else ():
+        monkeypatch.setattr(SpillFolder, call, _unreliable(getattr(SpillFolder, call), faults))
+    queries: list[Query] = []
+    for _ in range(80):
+        live = [query for query in queries if query.live]
+        if len(live) < 8 and chance.random() < 0.4:
+            prompt = list(range(1, chance.randrange(2, 14)))
+            sampling = SamplingParams(max_tokens=chance.randrange(1, 12), ignore_eos=True)
+            session = chance.choice([None, "a", "b", "c"])
+            sla_class = chance.choice(["batch", "interactive"])
+            queries.append(engine.submit(prompt, sampling, sla_class=sla_class, session_id=session))
+        elif live:
+            query = chance.choice(live)
+            if not query.held:
+                engine.park(query) if chance.random() < 0.8 else engine.cancel(query)
+            elif query.state is QueryState.PARKED:
+                engine.resume(query)
+        engine.step()
+        engine.check_integrity()
+    ended = [query for query in queries if query.state is not QueryState.CANCELLED]
+    finish(engine, ended, solo, llama)
+
+
+def _unreliable(call: Callable[..., Any], faults: random.Random) -> Callable[..., Any]:
+    def sometimes(*arguments: Any) -> Any:
+        if faults.random() < 0.1:
+            raise OSError(errno.EIO, "on cue")
+        return call(*arguments)
+
+    return sometimes
 
 
 def test_cycles_leave_no_file_and_no_descriptor(llama: Any, make: MakeEngine) -> None:
