@@ -18,6 +18,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from batond.daemon.engine.batch.card_steps import CardUse
 from batond.daemon.engine.batch.prefill import LOGITS_TOKENS
 from batond.daemon.engine.model.causal import CausalModel, load_model
@@ -571,6 +573,7 @@ class LocalEngine:
         }
         queries, policy = self.queries.values(), self.planner.policy.name
         memory = memory_snapshot(self.residency, self.memory_status, self._kv_budget_bytes)
+        memory = msgspec.structs.replace(memory, row_limit=self._relief.rows.bound(memory.row_limit))
         return snapshot(
             self.counters["steps"], queries, self.residency, counters, policy=policy, memory=memory
         )
