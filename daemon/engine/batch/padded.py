@@ -129,10 +129,12 @@ class PaddedBatch:
             self._mask = self._mask[:, :0]
             return
         try:
-            self._release(int(self._mask.any(dim=0).int().argmax()))
+            unused = _leading_unused(self._mask)
         except SHORTAGE_TYPES as error:
             if not is_shortage(error):
-                raise  # Else: the next row that is freed releases its columns.
+                raise
+            unused = _leading_unused(self._mask.cpu())  # A row is often freed because there is no memory.
+        self._release(unused)
 
     def step(self, tokens: Mapping[int, Sequence[int]], *, all_positions: bool = False) -> torch.Tensor:
         """Run the model over each row's new tokens, all ending in the newest column.
@@ -250,3 +252,8 @@ class PaddedBatch:
                 "inline prefill (vector shaping) leaves gaps between a running row's tokens; this model's"
                 " sliding windows or recurrent state would count them: use decoupled prefill"
             )
+
+
+def _leading_unused(mask: torch.Tensor) -> int:
+    """Columns before the oldest token of all rows."""
+    return int(mask.any(dim=0).int().argmax())
