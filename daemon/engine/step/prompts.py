@@ -133,7 +133,8 @@ class Prompts:
         prefill = self._residency.prefill_of(query)
         first = prefill.done_tokens
         if chunk.end is None:
-            chunk.end = first + chunk.count
+            # Its session may bring more than when the step was planned: another turn has just ended.
+            chunk.end = min(first + chunk.count, len(query.to_prefill_token_ids))
         chunk.first = first if chunk.first is None else min(chunk.first, first)
         while (first := prefill.done_tokens) < chunk.end:
             count = self._piece(chunk, first)

@@ -761,3 +761,16 @@ def test_the_engine_process_hands_sessions_on_and_shows_them(llama: Any, make_en
     shot = engine.snapshot()
     assert (shot.sessions, shot.session_bytes) == (1, 29 * 384)
     assert (shot.counters["session_hits"], shot.counters["session_tokens_reused"]) == (1, 19)
+
+
+def test_a_turn_that_ends_in_the_step_of_the_next_brings_more_than_was_planned(
+    llama: Any, cold: Run, make_engine: MakeEngine
+) -> None:
+    """The next one's chunk was planned for a prompt of which nothing was known."""
+    engine = make_engine(llama, rows=2, chunk_tokens=20)
+    prompt = opening(14)
+    engine.submit(prompt, SamplingParams(max_tokens=1, ignore_eos=True), session_id="a")
+    query = engine.submit([*prompt, 3, 4], ANSWER, session_id="a")
+    engine.run_until_idle()
+    assert query.cached_prompt_tokens == 14
+    assert_equal_answers(query, cold(llama, [*prompt, 3, 4]))
