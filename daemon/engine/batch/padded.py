@@ -129,11 +129,13 @@ class PaddedBatch:
             self._mask = self._mask[:, :0]
             return
         try:
-            unused = _leading_unused(self._mask)
+            unused = int(self._mask.any(dim=0).int().argmax())
         except SHORTAGE_TYPES as error:
             if not is_shortage(error):
                 raise
-            unused = _leading_unused(self._mask.cpu())  # A row is often freed because there is no memory.
+            # A row is often freed because there is no memory: counted on the host, without tensors.
+            columns = zip(*self._mask.cpu().tolist(), strict=True)
+            unused = next(place for place, column in enumerate(columns) if any(column))
         self._release(unused)
 
     def step(self, tokens: Mapping[int, Sequence[int]], *, all_positions: bool = False) -> torch.Tensor:
@@ -252,8 +254,3 @@ class PaddedBatch:
                 "inline prefill (vector shaping) leaves gaps between a running row's tokens; this model's"
                 " sliding windows or recurrent state would count them: use decoupled prefill"
             )
-
-
-def _leading_unused(mask: torch.Tensor) -> int:
-    """Columns before the oldest token of all rows."""
-    return int(mask.any(dim=0).int().argmax())
