@@ -54,7 +54,8 @@ class TokenCounts:
         self._vocab_size = vocab_size
         self._slots: dict[str, _Slot] = {}
         self._idle: list[int] = []
-        self._table = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._nobody = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self._table = self._nobody
 
     @property
     def slots(self) -> int:
@@ -91,7 +92,7 @@ class TokenCounts:
             return
         self._idle.append(slot.index)
         if not self._slots:  # Nobody asks any more: the memory is the batch's.
-            self._table, self._idle = self._table.new_zeros(0, self._vocab_size), []
+            self._table, self._idle = self._nobody, []
 
     def _open(self, histories: Sequence[History]) -> None:
         """Give each a slot that holds its prompt."""
