@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
+import os
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +21,7 @@ class HeldAddresses:
     """Addresses that nobody else gets while the model is loaded; nobody is answered there either.
 
     A port is bound, without listening: who connects is refused. Of a Unix socket the path is claimed by a
-    name in the kernel that ends with the process: the file itself must not be there before somebody answers.
+    locked file beside it: the socket itself must not be there before somebody answers.
 
     Args:
         addresses: `host:port` or `unix:/path`.
@@ -32,7 +32,7 @@ class HeldAddresses:
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._ports: list[socket.socket] = []
-        self._claims: list[socket.socket] = []
+        self._claims: list[_Claim] = []
         for address in addresses:
             try:
                 if address.startswith("unix:"):
@@ -74,15 +74,41 @@ class HeldAddresses:
     def _claim(self, path: Path) -> None:
         if answers(path):
             raise OSError("another process answers there")
-        if sys.platform != "linux":
-            return  # Without abstract names; the server looks again before it takes the path.
-        digest = hashlib.sha256(bytes(path.absolute())).hexdigest()
-        claim = socket.socket(socket.AF_UNIX)
-        self._claims.append(claim)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._claims.append(_Claim(path.with_name(f"{path.name}.lock")))
+
+
+class _Claim:
+    """A lock on a file beside a socket: who may not write to the folder can't hold it, and it ends with us.
+
+    Raises:
+        OSError: Somebody holds it, or the file can't be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        while True:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(self._file)
+                raise OSError("another daemon is starting there") from error
+            if self._is_there():
+                return
+            os.close(self._file)  # Its holder removed it before we had the lock.
+
+    def close(self) -> None:
+        """Give it up; nothing is left behind."""
+        if self._is_there():
+            self._path.unlink()
+        os.close(self._file)
+
+    def _is_there(self) -> bool:
         try:
-            claim.bind(f"\0batond-{digest}")
-        except OSError as error:
-            raise OSError("another daemon is starting there") from error
+            return os.path.samestat(os.fstat(self._file), self._path.lstat())
+        except FileNotFoundError:
+            return False
 
 
 def answers(path: Path) -> bool:

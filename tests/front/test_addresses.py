@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,46 @@ def free() -> str:
 
 
 def test_any_port_and_a_new_path_leave_nothing_behind(tmp_path: Path) -> None:
-    with closing(HeldAddresses(["127.0.0.1:0", "[::1]:0", "localhost:0", f"unix:{tmp_path}/none.sock"])):
-        assert not list(tmp_path.iterdir())
+    addresses = ["127.0.0.1:0", "[::1]:0", "localhost:0", f"unix:{tmp_path}/folder/none.sock"]
+    with closing(HeldAddresses(addresses)):
+        assert not (tmp_path / "folder" / "none.sock").exists()
+    assert not list((tmp_path / "folder").iterdir())
+
+
+def test_a_claim_of_a_daemon_that_died_is_no_obstacle(tmp_path: Path) -> None:
+    """V1: its lock ended with it, whatever it left behind."""
+    (tmp_path / "batond.sock.lock").touch()
+    HeldAddresses([f"unix:{tmp_path}/batond.sock"]).close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_claim_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / "batond.sock.lock").symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match="can't listen on unix:"):
+        HeldAddresses([f"unix:{tmp_path}/batond.sock"])
+    assert (tmp_path / "other").read_text() == "kept"
+
+
+def test_who_was_locked_out_by_a_claim_that_ends_claims_a_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two daemons could hold locks of two files of one name."""
+    address = f"unix:{tmp_path}/batond.sock"
+    first = HeldAddresses([address])
+    lock = fcntl.flock
+
+    def ended_meanwhile(file: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.close()
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", ended_meanwhile)
+    with (
+        closing(HeldAddresses([address])),
+        pytest.raises(ConfigError, match="another daemon is starting"),
+    ):
+        HeldAddresses([address])
 
 
 def test_a_taken_port_is_named() -> None:
