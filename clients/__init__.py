@@ -16,6 +16,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from batond.clients.aio import AsyncClient
     from batond.clients.aio_stream import AsyncJobStream
+    from batond.clients.batch import (
+        BatchSnapshot,
+        GovernorState,
+        MemorySnapshot,
+        QuerySnapshot,
+        QueryState,
+        RowSnapshot,
+    )
     from batond.clients.build import ChatMessage, JobOptions
     from batond.clients.client import Client
     from batond.clients.daemons import DaemonInfo
@@ -46,23 +54,17 @@ if TYPE_CHECKING:
         WrongStateError,
     )
     from batond.clients.model import (
-        BatchSnapshot,
         Choice,
         Chunk,
         Event,
         Finished,
         FinishReason,
-        GovernorState,
         JobInfo,
         JobPage,
         JobState,
-        MemorySnapshot,
         Preempted,
-        QuerySnapshot,
-        QueryState,
         Queued,
         Resumed,
-        RowSnapshot,
         ServerInfo,
         ServerState,
         SlaClass,
@@ -142,6 +144,7 @@ __all__ = [
 
 _HOMES = (
     "model",
+    "batch",
     "errors",
     "client",
     "aio",
@@ -160,7 +163,7 @@ def __getattr__(name: str) -> object:
     """Imports what is asked for when it is asked for.
 
     grpc reads how much to log when it is first imported; batonctl, which is part of this package, must be
-    able to say so before that. It also keeps the plain values (`model`) free of grpc.
+    able to say so before that. It also keeps the plain values (`model`, `batch`) free of grpc.
     """
     if name in __all__:
         for home in _HOMES:

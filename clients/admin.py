@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from batond.clients.admin_calls import AdminCall
+    from batond.clients.batch import BatchSnapshot
     from batond.clients.daemons import DaemonInfo
     from batond.clients.dead import DeadJob, DeadJobPage
     from batond.clients.fleet import Fleet
-    from batond.clients.model import BatchSnapshot, JobInfo
+    from batond.clients.model import JobInfo
     from batond.clients.tenants import PolicyInfo, TenantInfo, TenantLimits, TenantToken
     from batond.v1 import admin_pb2_grpc
 

@@ -10,12 +10,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from batond.clients.model import GovernorState, QueryState
+from batond.clients.batch import GovernorState, QueryState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from batond.clients.model import BatchSnapshot, MemorySnapshot, QuerySnapshot, RowSnapshot
+    from batond.clients.batch import BatchSnapshot, MemorySnapshot, QuerySnapshot, RowSnapshot
 
 #: Colours of the default classes; an operator's own classes have none.
 CLASS_STYLES: Final = {"interactive": "bold green", "standard": "cyan", "batch": "yellow"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC
 from typing import TYPE_CHECKING, TypeVar
 
-from batond.clients import model
+from batond.clients import batch, model
 from batond.v1 import admin_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ def server_info(message: admin_pb2.GetServerInfoResponse) -> model.ServerInfo:
     )
 
 
-def snapshot(message: admin_pb2.BatchSnapshot) -> model.BatchSnapshot:
+def snapshot(message: admin_pb2.BatchSnapshot) -> batch.BatchSnapshot:
     """Gives a snapshot of the batch."""
     rows = tuple(
-        model.RowSnapshot(
+        batch.RowSnapshot(
             row=row.row,
             job_id=row.job_id,
             tenant=row.tenant,
@@ -131,11 +131,11 @@ def snapshot(message: admin_pb2.BatchSnapshot) -> model.BatchSnapshot:
         for row in message.rows
     )
     queries = tuple(
-        model.QuerySnapshot(
+        batch.QuerySnapshot(
             job_id=query.job_id,
             tenant=query.tenant,
             sla_class=query.sla_class,
-            state=_enum(model.QueryState, admin_pb2.QueryState.items(), query.state),
+            state=_enum(batch.QueryState, admin_pb2.QueryState.items(), query.state),
             prompt_tokens=query.prompt_tokens,
             prefilled_tokens=query.prefilled_tokens,
             output_tokens=query.output_tokens,
@@ -147,7 +147,7 @@ def snapshot(message: admin_pb2.BatchSnapshot) -> model.BatchSnapshot:
         )
         for query in message.queries
     )
-    return model.BatchSnapshot(
+    return batch.BatchSnapshot(
         step=message.step,
         time=_time(message, "time"),
         rows=rows,
@@ -161,8 +161,8 @@ def snapshot(message: admin_pb2.BatchSnapshot) -> model.BatchSnapshot:
     )
 
 
-def _memory(message: admin_pb2.MemorySnapshot) -> model.MemorySnapshot:
-    return model.MemorySnapshot(
+def _memory(message: admin_pb2.MemorySnapshot) -> batch.MemorySnapshot:
+    return batch.MemorySnapshot(
         committed_bytes=message.committed_bytes,
         pooled_bytes=message.pooled_bytes,
         reserved_bytes=message.reserved_bytes,
@@ -170,7 +170,7 @@ def _memory(message: admin_pb2.MemorySnapshot) -> model.MemorySnapshot:
         spilled_bytes=message.spilled_bytes,
         kv_budget_bytes=message.kv_budget_bytes if message.HasField("kv_budget_bytes") else None,
         row_limit=message.row_limit,
-        governor=_enum(model.GovernorState, admin_pb2.GovernorState.items(), message.governor),
+        governor=_enum(batch.GovernorState, admin_pb2.GovernorState.items(), message.governor),
         reason=message.reason,
         total_bytes=message.total_bytes,
         free_bytes=message.free_bytes,

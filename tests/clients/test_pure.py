@@ -250,6 +250,7 @@ def test_every_field_of_the_contract_is_read() -> None:
     for name, kind in [
         ("RowSnapshot", batond.clients.RowSnapshot),
         ("QuerySnapshot", batond.clients.QuerySnapshot),
+        ("MemorySnapshot", batond.clients.MemorySnapshot),
     ]:
         fields = {field.name for field in getattr(admin_pb2, name).DESCRIPTOR.fields}
         assert fields == set(kind.__slots__)
