@@ -15,6 +15,7 @@ import math
 import secrets
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +38,7 @@ from batond.daemon.engine.queries.sessions import (
     Sessions,
 )
 from batond.daemon.engine.queries.spilling import Spilling
+from batond.daemon.engine.queries.tiers import close_store, open_store
 from batond.daemon.engine.queries.view import free_bytes, memory_snapshot, snapshot
 from batond.daemon.engine.sampling.sampler import Sampler
 from batond.daemon.engine.sampling.text import TextStream
@@ -59,18 +61,12 @@ from batond.daemon.wire.messages import (
     FinishReason,
     QueryState,
 )
-from batond.offload.copies import copier_for
-from batond.offload.folder import SpillFolder, auto_spill_bytes
-from batond.offload.pool import HostPool
-from batond.offload.spill import SpillTier
-from batond.offload.store import ParkedStore
+from batond.offload.folder import auto_spill_bytes
 from batond.policies.classes import SlaClasses
 from batond.policies.registry import load_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import torch
 
     from batond.daemon.engine.governing import Governing
     from batond.daemon.engine.model.layout import RecordLayout
@@ -78,6 +74,7 @@ if TYPE_CHECKING:
     from batond.daemon.memory.governor import MemoryStatus
     from batond.daemon.scheduler.plan import ParkOrder, Plan
     from batond.daemon.wire.messages import QueryEvent, Snapshot
+    from batond.offload.store import ParkedStore
     from batond.policies.base import Policy
 
 _log = logging.getLogger(__name__)
@@ -185,6 +182,7 @@ class LocalEngine:
             session_ttl_s=session_ttl_s,
             spill_bytes=spill_bytes,
         )
+        self.planner = Planner(_as_policy(policy), limits or PlannerLimits())
         if isinstance(model, str) or hasattr(model, "__fspath__"):
             model, loaded = load_model(model, device=device)
             tokenizer = loaded if tokenizer is None else tokenizer
@@ -215,31 +213,45 @@ class LocalEngine:
         )
         self._note_serving(serving, max_query_tokens, chunk_tokens)
         self.keeps_sessions = session_bytes > 0 and serving.extends_slices
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        store = open_store(self.model.device, host_pool_bytes, spill_dir, spill_bytes or 0, poison=poison)
+        with ExitStack() as undo:
+            undo.callback(close_store, store)
+            self._assemble(serving, store, session_bytes if self.keeps_sessions else 0, session_ttl_s)
+            self.on_plan: Callable[[Plan], None] | None = None
+            self._governor = governor
+            if governor is not None:
+                undo.callback(governor.close)
+                governor.attach(serving.batch, serving.batch.layout.nbytes(self.max_query_tokens))
+            if overcommit and (kv_budget_bytes is not None or (governor is not None and governor.on)):
+                self._roster.expected = ExpectedOutput()
+            undo.pop_all()
+
+    def _assemble(
+        self, serving: Serving, store: ParkedStore, session_bytes: int, session_ttl_s: float
+    ) -> None:
+        """Put the parts together, from the store of slices up to the decode step."""
         counters: Counter[str] = Counter()
-        tier = None
-        if spill_dir is not None and spill_bytes:
-            tier = SpillTier(SpillFolder(Path(spill_dir)), spill_bytes)
-        store = _new_store(self.model.device, host_pool_bytes, tier, poison=poison)
         outgoing = Outgoing(store)
+        batch = serving.batch
+        sessions = Sessions(
+            store,
+            outgoing,
+            batch.layout,
+            batch.device,
+            counters,
+            most_bytes=session_bytes,
+            ttl_s=session_ttl_s,
+        )
         self.residency = Residency(
-            serving.batch,
+            batch,
             serving.new_prefill_batch,
             store,
             outgoing,
-            Sessions(
-                store,
-                outgoing,
-                serving.batch.layout,
-                serving.batch.device,
-                counters,
-                most_bytes=session_bytes if self.keeps_sessions else 0,
-                ttl_s=session_ttl_s,
-            ),
+            sessions,
             counters=counters,
             chunkable=serving.chunkable,
         )
-        self.planner = Planner(_as_policy(policy), limits or PlannerLimits())
-        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._sampler = Sampler(self.model, self._tokenizer)
         self._roster = Roster(self.residency, PolicyGuard(self.planner, counters), inline=self._inline)
         self.residency.on_lost = self._roster.note
@@ -274,12 +286,6 @@ class LocalEngine:
             limit_reason=self._limit_reason,
         )
         self._arrivals, self._stalled_steps = itertools.count(1), 0
-        self.on_plan: Callable[[Plan], None] | None = None
-        self._governor = governor
-        if governor is not None:
-            governor.attach(serving.batch, serving.batch.layout.nbytes(self.max_query_tokens))
-        if overcommit and (kv_budget_bytes is not None or (governor is not None and governor.on)):
-            self._roster.expected = ExpectedOutput()
 
     def _note_serving(
         self, serving: Serving, max_query_tokens: int | None, chunk_tokens: int | Literal["auto"] | None
@@ -543,8 +549,7 @@ class LocalEngine:
         self.residency.sessions.clear()
         if self._governor is not None:
             self._governor.close()
-        self.residency.store.close()
-        self.residency.store.pool.close()
+        close_store(self.residency.store)
 
     @property
     def memory_status(self) -> MemoryStatus | None:
@@ -712,17 +717,6 @@ class LocalEngine:
                 f"no progress in {STALLED_STEPS} steps; blocked: {plan.blocked}; states: {states}"
             )
         return moved
-
-
-def _new_store(
-    device: torch.device, host_pool_bytes: int, tier: SpillTier | None, *, poison: bool
-) -> ParkedStore:
-    """Host RAM for parked slices, page-locked where a GPU copies from it, and files behind it."""
-    on_cuda = device.type == "cuda"
-    pool = HostPool(host_pool_bytes, pin=on_cuda)
-    if on_cuda:
-        pool.warm_up()  # Page-locks in the background; parks before that use what is ready.
-    return ParkedStore(pool, copier_for(device), poison=poison, tier=tier)
 
 
 def _as_policy(policy: str | Policy) -> Policy:

@@ -1,0 +1,75 @@
+"""The tiers below the batch: opened with the engine, gone with it, and with a start that fails."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from batond.daemon.engine.queries.tiers import open_store
+from batond.daemon.errors import ConfigError
+from batond.offload.pool import HostPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from batond.daemon.engine import LocalEngine
+
+    MakeEngine = Callable[..., LocalEngine]
+
+
+class Broken:
+    """A governor that can not begin."""
+
+    on, closed = False, 0
+
+    def attach(self, *_: object) -> None:
+        raise ConfigError("memory can't be read")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def closed_pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
+    closed: list[HostPool] = []
+    close = HostPool.close
+
+    def note(pool: HostPool) -> None:
+        close(pool)
+        closed.append(pool)
+
+    monkeypatch.setattr(HostPool, "close", note)
+    return closed
+
+
+def test_an_unknown_policy_opens_nothing(llama: Any, make_engine: MakeEngine, tmp_path: Path) -> None:
+    """M5."""
+    before = psutil.Process().num_fds()
+    with pytest.raises(ConfigError, match="nope"):
+        make_engine(llama, policy="nope", spill_dir=tmp_path / "spill", spill_bytes=1 << 20)
+    assert list(tmp_path.iterdir()) == []
+    assert psutil.Process().num_fds() == before
+
+
+def test_a_governor_that_can_t_begin_leaves_nothing_open(
+    llama: Any, make_engine: MakeEngine, tmp_path: Path, closed_pools: list[HostPool]
+) -> None:
+    """M5: the lock, the descriptors and the pool go with the start."""
+    governor, before = Broken(), psutil.Process().num_fds()
+    with pytest.raises(ConfigError, match="memory can't be read"):
+        make_engine(llama, governor=governor, spill_dir=tmp_path / "spill", spill_bytes=1 << 20)
+    assert list((tmp_path / "spill").iterdir()) == []
+    assert psutil.Process().num_fds() == before
+    assert len(closed_pools) == 1
+    assert governor.closed == 1
+
+
+def test_a_directory_that_won_t_do_leaves_no_pool(
+    llama: Any, tmp_path: Path, closed_pools: list[HostPool]
+) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.spill_dir"):
+        open_store(llama.device, 1 << 20, tmp_path / "no" / "spill", 1 << 20)
+    assert len(closed_pools) == 1
