@@ -133,7 +133,7 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     )
     engine = engine_settings(settings)  # Finds the weights.
     if engine.spill_dir:
-        check_spill_folder(Path(engine.spill_dir), max(engine.spill_bytes, 0))
+        check_spill_folder(Path(engine.spill_dir), None if engine.spill_bytes < 0 else engine.spill_bytes)
     load_policy(settings.engine.policy)
     check_configured(settings.policy_options)
     read_tls(settings.tls)

@@ -92,6 +92,15 @@ class SpillFolder:
         space = os.fstatvfs(self._fd)
         return space.f_bavail * space.f_frsize - self.floor_bytes
 
+    def check_room(self) -> None:
+        """Check that something may be written at all.
+
+        Raises:
+            ConfigError: Others have taken all but the floor.
+        """
+        if self.free_bytes() <= 0:
+            raise _no_room(self.path, self.free_bytes(), self.floor_bytes)
+
     def create(self, name: str) -> int:
         """Begin a file under its temporary name; returns a descriptor to write to."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._flags
@@ -253,17 +262,20 @@ def auto_spill_bytes(path: Path) -> int:
     """Size of a tier nobody configured: half of what is free where the directory is, or will be.
 
     Raises:
-        ConfigError: Neither the directory nor the one it would be made in is there.
+        ConfigError: Neither the directory nor the one it would be made in is there, or nothing is free.
     """
-    return max(_free_bytes(path) // 2, 0)
+    free, floor = _free_bytes(path)
+    if free // 2 <= 0:
+        raise _no_room(path, free, floor)
+    return free // 2
 
 
-def check_spill_folder(path: Path, nbytes: int) -> None:
+def check_spill_folder(path: Path, nbytes: int | None) -> None:
     """Check that a directory would do, and change nothing.
 
     Args:
         path: As configured.
-        nbytes: Of the tier; 0 asks for none in particular.
+        nbytes: Of the tier; 0 is none, None what `auto_spill_bytes` gives.
 
     Raises:
         ConfigError: It can't be used, or its disk has fewer bytes free.
@@ -274,22 +286,27 @@ def check_spill_folder(path: Path, nbytes: int) -> None:
     except FileNotFoundError:
         if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
             raise _unfit(path, f"isn't there, and can't be made in {path.parent}") from None
-    free = _free_bytes(path)
+    if nbytes is None:
+        auto_spill_bytes(path)
+        return
+    free, floor = _free_bytes(path)
     if nbytes > max(free, 0):
         raise ConfigError(
-            f"engine.spill_bytes: {path} has room for {free} bytes, with the space left that others need;"
-            f" {nbytes} are asked for",
+            f"engine.spill_bytes: {path} has room for {max(free, 0)} bytes, for {floor} of its disk are left"
+            f" free for others; {nbytes} are asked for",
             reason="SPILL_TOO_LARGE",
             requested_bytes=nbytes,
             largest_bytes=max(free, 0),
         )
 
 
-def _free_bytes(path: Path) -> int:
+def _free_bytes(path: Path) -> tuple[int, int]:
+    """Bytes that may be written where a directory is, or will be, and the floor that is not among them."""
     for place in (path, path.parent):
         with suppress(FileNotFoundError):
             space = os.statvfs(place)
-            return space.f_bavail * space.f_frsize - floor_bytes(space.f_blocks * space.f_frsize)
+            floor = floor_bytes(space.f_blocks * space.f_frsize)
+            return space.f_bavail * space.f_frsize - floor, floor
     raise _unfit(path, "isn't there, and its parent neither")
 
 
@@ -321,6 +338,14 @@ def _open_checked(path: Path, *, any_owner: bool = False) -> int:
 
 def _unfit(path: Path, why: str) -> ConfigError:
     return ConfigError(f"engine.spill_dir: {path}: {why}", reason="BAD_SPILL_DIR", path=path)
+
+
+def _no_room(path: Path, free: int, floor: int) -> ConfigError:
+    return _unfit(
+        path,
+        f"its disk has no room: {free + floor} bytes are free, and {floor} of them are left to others;"
+        " free some, or leave the directory unset",
+    )
 
 
 def _lock_name(token: str) -> str:

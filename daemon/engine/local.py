@@ -122,7 +122,7 @@ class LocalEngine:
         governor: Sets rows and bytes of KV in each step by what memory there is; the engine closes it.
         spill_dir: Directory for what the host pool can't hold; None keeps no files. The quarter for sessions
             is one of pool and files together.
-        spill_bytes: Most bytes of files in it; None is half of what its disk has free.
+        spill_bytes: Most bytes of files in it, 0 keeps none; None is half of what its disk has free.
         poison: Fill given-back host memory with NaN patterns (tests).
 
     Attributes:

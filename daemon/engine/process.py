@@ -220,8 +220,9 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
     else:
         check_host_pool(pool_bytes, pin=pin)
     governor = make_governing(settings.memory, device)
+    spill_bytes = None if settings.spill_bytes < 0 else settings.spill_bytes
     if settings.spill_dir:
-        check_spill_folder(Path(settings.spill_dir), max(settings.spill_bytes, 0))
+        check_spill_folder(Path(settings.spill_dir), spill_bytes)
     model, tokenizer = load_model(
         settings.model_path, dtype=settings.dtype, device=device, threads=settings.threads or None
     )
@@ -248,7 +249,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         session_bytes=None if settings.session_bytes < 0 else settings.session_bytes,
         session_ttl_s=settings.session_ttl_s,
         spill_dir=settings.spill_dir or None,
-        spill_bytes=None if settings.spill_bytes < 0 else settings.spill_bytes,
+        spill_bytes=spill_bytes,
         governor=governor,
     )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batond.daemon import cli, config_load
+from batond.offload import folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,16 @@ def test_it_takes_the_flags_of_serve(
     shown = json.loads(capsys.readouterr().out)
     assert (shown["engine"]["rows"], shown["engine"]["policy"]) == (3, "fair")
     assert shown["server"]["listen"] == ["127.0.0.1:1"]
+
+
+def test_it_finds_a_spill_directory_whose_disk_has_no_room(
+    check: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """M1: with the default size, which would come out as nothing."""
+    monkeypatch.setattr(folder, "floor_bytes", lambda _: 1 << 60)
+    monkeypatch.setattr(sys, "argv", [*check, "--set", f"engine.spill_dir={tmp_path}"])
+    assert cli.run() == cli.EXIT_CONFIG
+    assert f"{1 << 60} of them are left to others" in capsys.readouterr().err
 
 
 def test_graphs_and_compiled_parts_are_turned_off_for_debugging(

@@ -105,6 +105,22 @@ def test_a_tier_larger_than_the_disk_is_refused_with_what_would_fit(tmp_path: Pa
     assert abs(auto_spill_bytes(tmp_path / "spill") - largest // 2) < 1 << 30
 
 
+def test_a_disk_below_its_floor_is_said_and_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With how much is left to others; a tier that is turned off needs no room."""
+    floor = 1 << 60
+    monkeypatch.setattr(module, "floor_bytes", lambda _: floor)
+    for check in (
+        lambda: auto_spill_bytes(tmp_path),
+        lambda: check_spill_folder(tmp_path / "spill", None),
+        lambda: check_spill_folder(tmp_path, 1),
+    ):
+        with pytest.raises(ConfigError, match=rf"room.* {floor} of"):
+            check()
+    check_spill_folder(tmp_path, 0)
+
+
 def test_a_start_removes_the_files_of_the_dead_and_no_others(tmp_path: Path) -> None:
     """M5: whatever a killed process has left is gone after the next start."""
     dead, living = SpillFolder(tmp_path), SpillFolder(tmp_path)

@@ -34,7 +34,7 @@ def open_store(
         poison: As the store's.
 
     Raises:
-        ConfigError: The directory can't be used; nothing is left open.
+        ConfigError: The directory can't be used, or its disk has no room; nothing is left open.
     """
     on_cuda = device.type == "cuda"
     with ExitStack() as undo:
@@ -44,6 +44,7 @@ def open_store(
         if spill_dir is not None and spill_bytes:
             folder = SpillFolder(Path(spill_dir))
             undo.callback(folder.close)
+            folder.check_room()
             tier = SpillTier(folder, spill_bytes)
         store = ParkedStore(pool, copier_for(device), poison=poison, tier=tier)
         if on_cuda:

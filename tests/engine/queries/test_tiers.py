@@ -9,6 +9,7 @@ import pytest
 
 from batond.daemon.engine.queries.tiers import open_store
 from batond.daemon.errors import ConfigError
+from batond.offload import folder
 from batond.offload.pool import HostPool
 
 if TYPE_CHECKING:
@@ -73,3 +74,19 @@ def test_a_directory_that_won_t_do_leaves_no_pool(
     with pytest.raises(ConfigError, match=r"engine\.spill_dir"):
         open_store(llama.device, 1 << 20, tmp_path / "no" / "spill", 1 << 20)
     assert len(closed_pools) == 1
+
+
+@pytest.mark.parametrize("spill_bytes", [None, 1 << 20])
+def test_a_disk_without_room_stops_the_start(
+    llama: Any,
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spill_bytes: int | None,
+) -> None:
+    """A directory that was asked for is never off without a word."""
+    monkeypatch.setattr(folder, "floor_bytes", lambda _: 1 << 60)
+    with pytest.raises(ConfigError, match="no room"):
+        make_engine(llama, spill_dir=tmp_path / "spill", spill_bytes=spill_bytes)
+    assert not list(tmp_path.glob("spill/*"))
+    make_engine(llama, spill_dir=tmp_path / "spill", spill_bytes=0).close()
