@@ -269,26 +269,29 @@ def _this_process() -> psutil.Process:
     return psutil.Process()
 
 
-def make_governing(settings: MemorySettings, device_name: str) -> Governing | None:
+def make_governing(settings: MemorySettings, device_name: str, *, arena: str = "auto") -> Governing | None:
     """The governor that the settings ask for. On a card, call it before anything is loaded there.
 
     Args:
         settings: As configured.
         device_name: What the engine will decode on, in torch's words.
+        arena: The ring's, as configured.
 
     Returns:
-        None where it is off: as configured, or by itself on a CPU, whose memory is everybody's.
+        None where it is off: as configured; by itself on a CPU, whose memory is everybody's, and on a card
+        whose arena is not asked to be elastic: NVML, which may hang, is not asked in vain.
     """
     mode, device = settings.governor, torch.device(device_name)
-    if mode == "off" or (mode == "auto" and device.type != "cuda"):
+    if mode == "off" or (mode == "auto" and (device.type != "cuda" or arena != "elastic")):
         return None
     source: MemorySource = HostSource()
     context_bytes = 0
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         uuid = getattr(properties, "uuid", "")  # Other makers' cards have none, and no NVML.
-        source = NvmlSource(str(uuid), int(properties.total_memory))
-        context_bytes = _measure_context(source, device)
+        card = functools.partial(NvmlSource, str(uuid), int(properties.total_memory))
+        # Each with a source of its own: should the first hang, it may come back while the watch reads.
+        context_bytes, source = _measure_context(card(), device), card()
     marks = Watermarks(
         low=settings.low_watermark,
         high=settings.high_watermark,

@@ -219,7 +219,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         pool_bytes = auto_host_pool_bytes(pin=pin)
     else:
         check_host_pool(pool_bytes, pin=pin)
-    governor = make_governing(settings.memory, device)
+    governor = make_governing(settings.memory, device, arena=settings.arena)
     spill_bytes = None if settings.spill_bytes < 0 else settings.spill_bytes
     if settings.spill_dir:
         check_spill_folder(Path(settings.spill_dir), spill_bytes)

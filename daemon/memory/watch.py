@@ -164,23 +164,32 @@ class MemoryWatch:
         return True
 
     def close(self) -> None:
-        """End the thread. One that hangs in its source is left alone; the process may exit all the same."""
+        """End the thread, which closes its source: letting go may hang as well as asking.
+
+        One that hangs is left alone; the process may exit all the same.
+        """
         self._done.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_TIMEOUT_S)
-            if self._thread.is_alive():
-                _log.warning("%s still hangs in a call: it is left alone", self._source.name)
-                return
-        self._source.close()
+        if self._thread is None:
+            if self._tries:  # By hand, on this thread; who has never read has opened nothing.
+                self._source.close()
+            return
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.warning("%s still hangs in a call: it is left alone", self._source.name)
 
     def _run(self) -> None:
         while not self._done.is_set():
             self.sample()
             self._done.wait(self._interval_s)
+        self._source.close()
 
 
 def read_within(source: MemorySource, timeout_s: float = FIRST_TIMEOUT_S) -> MemoryReading:
-    """Ask a source once, and leave it alone if it hangs.
+    """Ask a source once, on a thread that closes it too, and leave it alone if it hangs.
+
+    Args:
+        source: Is nobody else's: a call that hangs may come back much later.
+        timeout_s: For which a call may hang.
 
     Raises:
         ReadingLost: It failed, or did not answer in time.
@@ -193,6 +202,8 @@ def read_within(source: MemorySource, timeout_s: float = FIRST_TIMEOUT_S) -> Mem
             found.append(source.read())
         except Exception as error:  # noqa: BLE001 - handed to the caller
             failures.append(error)
+        finally:
+            source.close()
 
     thread = threading.Thread(target=read, name="memory-first", daemon=True)
     thread.start()

@@ -387,6 +387,17 @@ def test_who_is_governed_where() -> None:
     assert made._governor.marks.reserve_bytes == 5
 
 
+@pytest.mark.parametrize("arena", ["auto", "plain"])
+def test_nvml_is_not_asked_where_nothing_could_be_given_back(
+    arena: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M9: one that hangs costs a plain start nothing."""
+    asked: list[Any] = []
+    monkeypatch.setattr(governing, "NvmlSource", lambda *arguments: asked.append(arguments))
+    assert make_governing(MemorySettings(governor="auto"), "cuda:0", arena=arena) is None
+    assert asked == []
+
+
 def test_a_card_is_read_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         uuid = "5f2a9c1e-0000-1111-2222-333344445555"
@@ -408,9 +419,9 @@ def test_a_card_is_read_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(governing, "NvmlSource", Source)
-    governed = make_governing(MemorySettings(), "cuda:0")
+    governed = make_governing(MemorySettings(), "cuda:0", arena="elastic")
     assert governed is not None
-    assert made == [(Properties.uuid, Properties.total_memory)]
+    assert made == [(Properties.uuid, Properties.total_memory)] * 2, "to measure, and to watch"
     batch = PooledBatch(device=torch.device("cuda:0"))
     assert governed._measure(batch) == OwnUse(100, 500, 100, 200), "300 went, and 100 of them are torch's"
 

@@ -119,6 +119,7 @@ def test_closing_leaves_a_thread_that_hangs_alone(clock: Any, monkeypatch: pytes
             return MemoryReading(100, 50, 0.0)
 
         def close(self) -> None:
+            assert threading.current_thread().name == "memory-watch"
             self.closed = True
 
     monkeypatch.setattr("batond.daemon.memory.watch.CLOSE_TIMEOUT_S", 0.01)
@@ -132,6 +133,7 @@ def test_closing_leaves_a_thread_that_hangs_alone(clock: Any, monkeypatch: pytes
     assert watch._thread.daemon
     answer.set()
     watch._thread.join(WAIT_S)
+    assert source.closed, "by the thread that was in it"
 
 
 @pytest.mark.parametrize("failing", ["source", "own", "listener"])
