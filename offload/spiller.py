@@ -100,12 +100,14 @@ class Spiller:
         entry = self._entries.get(owner_id)
         return entry is not None and self._begin_fetch(entry)
 
-    def wait_fetch(self, owner_id: str, timeout_s: float) -> None:
-        """Wait for a read that was begun, at most so long."""
+    def wait_fetch(self, owner_id: str, timeout_s: float) -> bool:
+        """Wait for a read that was begun, at most so long; returns whether there is one."""
         entry = self._entries.get(owner_id)
-        if entry is not None and entry.job is not None and entry.arriving is not None:
-            entry.job.wait(timeout_s)
-            self.settle()
+        if entry is None or entry.job is None or entry.arriving is None:
+            return False
+        entry.job.wait(timeout_s)
+        self.settle()
+        return True
 
     def bring(self, entry: Entry) -> None:
         """Have a slice in the pool, whatever that takes; one that is lost stays lost.

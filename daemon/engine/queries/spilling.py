@@ -10,6 +10,7 @@ wait for a read: a query whose slice is in a file gets its row in a step after i
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 from batond.daemon.scheduler.lanes import PARKED, Walk
@@ -18,7 +19,7 @@ from batond.offload.staging import ALIGN_BYTES, padded
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.engine.queries.residency import Residency
@@ -34,7 +35,7 @@ MOST_JOBS: Final = 3
 #: Both tiers are full, and there is no room to read to: after so many steps somebody is computed again. Those
 #: who are resumed meanwhile make room.
 PATIENCE_STEPS: Final = 8
-#: While nobody has a row, a step waits so long for a read, instead of running idle.
+#: While nobody has a row, a step waits so long for reads, all together, instead of running idle.
 IDLE_WAIT_S: Final = 0.02
 
 
@@ -45,17 +46,27 @@ class Spilling:
         residency: Where the slices are.
         line: Knows who is resumed last.
         counters: Counts steps in which somebody waited for a read.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, residency: Residency, line: Line, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        line: Line,
+        counters: Counter[str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._residency, self._line, self._counters = residency, line, counters
         self._store, self._sessions = residency.store, residency.sessions
         self._stuck_steps, self._refused = 0, False
+        self._clock = clock
+        self._wait_until_s: float | None = None  # Of this step; None until somebody waits.
 
     def write_ahead(self) -> None:
         """Begin to write what should make room, if room is short. Call it once a step, after the plan."""
         self._stuck_steps = self._stuck_steps + 1 if self._refused else 0
-        self._refused = False
+        self._refused, self._wait_until_s = False, None
         if self._store.spiller.tier is not None:
             self._make_room(min(self._wanted_bytes(), self._store.pool.capacity_bytes))
 
@@ -67,10 +78,8 @@ class Spilling:
         owner_id = self._owner_id(query)
         if not owner_id or not self._away(owner_id):
             return True
-        if not self._residency.occupied:
-            self._store.spiller.wait_fetch(owner_id, IDLE_WAIT_S)
-            if not self._away(owner_id):
-                return True
+        if self._waited(owner_id) and not self._away(owner_id):
+            return True
         self._counters["waits_for_disk"] += 1
         return False
 
@@ -81,6 +90,17 @@ class Spilling:
             return not owner_id or not self._store.spiller.begin_fetch(owner_id)
         except HostPoolFullError:
             return False
+
+    def _waited(self, owner_id: str) -> bool:
+        """Wait a moment for a read that was begun, if there is nothing else to do; whether it was waited."""
+        if self._residency.occupied:
+            return False
+        now_s = self._clock()
+        if self._wait_until_s is None:
+            self._wait_until_s = now_s + IDLE_WAIT_S
+        if now_s >= self._wait_until_s:
+            return False
+        return self._store.spiller.wait_fetch(owner_id, self._wait_until_s - now_s)
 
     def _owner_id(self, query: Query) -> str:
         """In whose name what the query goes on from may be in a file; empty if it can't be in one."""

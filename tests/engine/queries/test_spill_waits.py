@@ -1,0 +1,109 @@
+"""How long a step may wait for the disk."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batond.daemon.engine import SamplingParams
+from batond.daemon.engine.queries.spilling import IDLE_WAIT_S
+from batond.offload.folder import SpillFolder
+from batond.offload.spill import SpillJob
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from batond.daemon.engine import LocalEngine
+    from batond.daemon.engine.queries.query import Query
+
+    Make = Callable[..., LocalEngine]
+    Solo = Callable[..., list[int]]
+
+SLICE_BYTES = 8 * 384
+LONG = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture
+def make(make_engine: Make, tmp_path: Path) -> Iterator[Make]:
+    """Engines with a directory for files."""
+    made: list[LocalEngine] = []
+
+    def engine(model: Any, slices: int) -> LocalEngine:
+        options = {"rows": 4, "spill_dir": tmp_path / "spill", "spill_bytes": 1 << 22}
+        made.append(make_engine(model, host_pool_bytes=slices * SLICE_BYTES, **options))
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.check_integrity()
+        one.close()
+
+
+def rest(engine: LocalEngine) -> None:
+    """The disk has done what was begun."""
+    tier: Any = engine.residency.store.spiller.tier
+    for executor in (tier._in, tier._out, tier._out):
+        executor.submit(int).result()
+        engine.residency.settle()
+
+
+def park(engine: LocalEngine, count: int) -> list[Query]:
+    """So many decode some tokens and are parked by hand."""
+    queries = []
+    for number in range(count):
+        query = engine.submit([5, 6, 7, 8 + number], LONG)
+        while len(query.output_token_ids) < 4:
+            engine.step()
+            rest(engine)
+        engine.park(query)
+        engine.step()
+        rest(engine)
+        queries.append(query)
+    return queries
+
+
+def finish(engine: LocalEngine, queries: list[Query], solo: Solo, model: Any) -> None:
+    engine.run_until_idle()
+    for query in queries:
+        assert query.output_token_ids == solo(model, query.prompt_token_ids, 12)
+    assert engine.counters["recomputed_tokens"] == 0
+
+
+def test_a_step_waits_for_a_hung_disk_once_and_not_for_each_query(
+    llama: Any, make: Make, solo: Solo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R6: else a daemon with many parked queries would pass for frozen."""
+    engine = make(llama, 4)
+    queries = park(engine, 6)
+    entries = engine.residency.store._entries
+    away = [query for query in queries if entries[query.query_id].reservation is None]
+    assert len(away) >= 2
+    hung, now_s, waits = threading.Event(), [0.0], []
+    read, wait = SpillFolder.read, SpillJob.wait
+
+    def hang(*arguments: Any) -> int:
+        assert hung.wait(30)
+        return read(*arguments)
+
+    def pass_time(_: SpillJob, timeout_s: float | None = None) -> None:
+        assert timeout_s is not None
+        waits.append(timeout_s)
+        now_s[0] += timeout_s
+
+    monkeypatch.setattr(engine._spilling, "_clock", lambda: now_s[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(SpillFolder, "read", hang)
+        patched.setattr(SpillJob, "wait", pass_time)
+        for query in away:
+            engine.resume(query)
+        engine.step()
+        assert engine.residency.store.spiller.jobs >= 2
+        assert waits == [IDLE_WAIT_S]
+        engine.step()
+        assert waits == pytest.approx([IDLE_WAIT_S] * 2)
+        hung.set()
+    assert SpillJob.wait is wait
+    finish(engine, queries, solo, llama)
