@@ -6,6 +6,7 @@ holds, the pool of the arena.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -23,6 +24,7 @@ from batond.daemon.memory.governor import (
     MemoryStatus,
     OwnUse,
     Watermarks,
+    beside_parked,
     other_bytes,
 )
 from batond.daemon.memory.nvml import NvmlSource
@@ -83,10 +85,12 @@ class Governing:
         self._interval_s, self._threaded = interval_s, threaded
         self._measure, self._clock = own_use or measure_own_use, clock
         self._batch: Batch | None = None
+        self._parked_bytes: Callable[[], int] = _none_parked
         self._largest_bytes = 0
         self._watch: MemoryWatch | None = None
         self._decided: tuple[Sample | None, Demand] | None = None
         self._limits: MemoryLimits | None = None
+        self._allowed: MemoryLimits | None = None  # The same, beside what is parked in the same memory.
         self._seen: Sample | None = None
         self._emptied_s = -EMPTY_CACHE_EVERY_S
 
@@ -98,13 +102,13 @@ class Governing:
     @property
     def status(self) -> MemoryStatus | None:
         """Limits and what they were made from; None while it is off."""
-        if self._watch is None or self._limits is None:
+        if self._watch is None or self._allowed is None:
             return None
         if self._seen is None:
-            return MemoryStatus(self._limits, 0, 0, self._own_use(), 0, self._watch.losses)
+            return MemoryStatus(self._allowed, 0, 0, self._own_use(), 0, self._watch.losses)
         reading, own = self._seen.reading, self._seen.own
         return MemoryStatus(
-            limits=self._limits,
+            limits=self._allowed,
             total_bytes=reading.total_bytes,
             free_bytes=reading.free_bytes,
             own=own,
@@ -112,17 +116,20 @@ class Governing:
             readings_lost=self._watch.losses,
         )
 
-    def attach(self, batch: Batch, largest_bytes: int) -> None:
+    def attach(self, batch: Batch, largest_bytes: int, pool_bytes: Callable[[], int] | None = None) -> None:
         """Begin to govern a batch, or find that there is nothing to govern.
 
         Args:
             batch: Of the engine; idle.
             largest_bytes: KV of the largest query that the engine takes.
+            pool_bytes: Tells what the host pool holds of parked KV; called from the readings' thread, too.
 
         Raises:
             ConfigError: The governor is demanded, and the memory can't be read.
         """
         self._batch, self._largest_bytes = batch, largest_bytes
+        if pool_bytes is not None and batch.device.type == "cpu":  # The pool lies in the same memory.
+            self._parked_bytes = pool_bytes
         if batch.device.type == "cuda":
             torch.cuda.empty_cache()  # What probes and captures left behind is no peak of serving.
         watch = MemoryWatch(
@@ -156,7 +163,9 @@ class Governing:
         watch.start()
         return watch.wait_first()
 
-    def limits(self, running: int, least_bytes: Callable[[], int]) -> MemoryLimits | None:
+    def limits(
+        self, running: int, least_bytes: Callable[[], int], taken_bytes: int = 0
+    ) -> MemoryLimits | None:
         """What the batch may take from now on; gives back at once what it may not keep.
 
         Cheap where there is no new reading and nobody came or went.
@@ -165,6 +174,7 @@ class Governing:
             running: Rows in use.
             least_bytes: Tells the KV that one row needs to go on; asked with each reading, and where it may
                 matter.
+            taken_bytes: KV that is written or promised, parked KV not included.
 
         Returns:
             None while it is off.
@@ -183,11 +193,19 @@ class Governing:
         if sample is None or self._decided != (sample, demand):
             self._decide(sample, demand, watch, batch)
         self._give_back(batch)
-        return self._limits
+        self._allowed = self._beside_parked(known.least_bytes, taken_bytes)
+        return self._allowed
+
+    def _beside_parked(self, least_bytes: int, taken_bytes: int) -> MemoryLimits | None:
+        limits, parked = self._limits, self._parked_bytes()
+        if limits is None or limits.kv_budget_bytes is None or not parked:
+            return limits
+        budget = beside_parked(limits.kv_budget_bytes, parked, taken_bytes, least_bytes)
+        return dataclasses.replace(limits, kv_budget_bytes=budget)
 
     def _binds(self) -> bool:
         """Whether a row that has grown since the last decision might not fit."""
-        budget = None if self._limits is None else self._limits.kv_budget_bytes
+        budget = None if self._allowed is None else self._allowed.kv_budget_bytes
         return budget is not None and budget <= self._largest_bytes
 
     def _decide(self, sample: Sample | None, demand: Demand, watch: MemoryWatch, batch: Batch) -> None:
@@ -241,7 +259,16 @@ class Governing:
     def _own_use(self) -> OwnUse:
         if self._batch is None:
             raise RuntimeError("not attached to a batch")
-        return self._measure(self._batch)
+        own, parked = self._measure(self._batch), self._parked_bytes()
+        if not parked:
+            return own
+        return dataclasses.replace(
+            own, outside_bytes=max(0, own.outside_bytes - parked), parked_bytes=own.parked_bytes + parked
+        )
+
+
+def _none_parked() -> int:
+    return 0
 
 
 def measure_own_use(batch: Batch, context_bytes: int = 0) -> OwnUse:
@@ -261,7 +288,18 @@ def measure_own_use(batch: Batch, context_bytes: int = 0) -> OwnUse:
         # killed, and counts them as free.
         info = _this_process().memory_info()
         outside = info.rss - info.shared - in_arena
-    return OwnUse(use.committed_bytes, use.pooled_bytes, max(0, outside), context_bytes)
+    return OwnUse(
+        use.committed_bytes,
+        use.pooled_bytes,
+        max(0, outside),
+        context_bytes,
+        slack_bytes=_slack_bytes(batch) if use.elastic else 0,
+    )
+
+
+def _slack_bytes(batch: Batch) -> int:
+    written = sum(batch.layout.nbytes(tokens) for tokens in batch.lengths if tokens)
+    return max(0, batch.memory.committed_bytes - written)
 
 
 @functools.cache

@@ -222,7 +222,8 @@ class LocalEngine:
             self._governor = governor
             if governor is not None:
                 undo.callback(governor.close)
-                governor.attach(serving.batch, serving.batch.layout.nbytes(self.max_query_tokens))
+                largest_bytes = serving.batch.layout.nbytes(self.max_query_tokens)
+                governor.attach(serving.batch, largest_bytes, lambda: store.pool.used_bytes)
             if overcommit and (kv_budget_bytes is not None or (governor is not None and governor.on)):
                 self._roster.expected = ExpectedOutput()
             undo.pop_all()
@@ -628,7 +629,7 @@ class LocalEngine:
         """Ask the planner; nothing changes but what is known of sessions."""
         self.residency.sessions.expire()
         line = self._roster.refresh()
-        rows, kv_budget_bytes = self._limits()
+        rows, kv_budget_bytes = self._limits(line.taken_bytes)
         view = BatchView(
             now_s=time.monotonic(),
             rows=self._relief.rows.bound(rows),
@@ -645,12 +646,12 @@ class LocalEngine:
         self._note_reasons(plan)
         return plan
 
-    def _limits(self) -> tuple[int, int | None]:
+    def _limits(self, taken_bytes: int = 0) -> tuple[int, int | None]:
         """Rows, and bytes of KV (None is no bound), that the batch may take now."""
         if self._governor is None:
             return self.rows, self._kv_budget_bytes
         running = sum(owner is not None for owner in self.residency.by_row)
-        limits = self._governor.limits(running, self._least_bytes)
+        limits = self._governor.limits(running, self._least_bytes, taken_bytes)
         if limits is None:
             return self.rows, self._kv_budget_bytes
         budgets = (self._kv_budget_bytes, limits.kv_budget_bytes)

@@ -87,19 +87,26 @@ class OwnUse:
         pooled_bytes: Physical memory the arena keeps for the next rows and can give back at once.
         outside_bytes: What torch's allocator holds of the memory beside those: weights, prompts being
             computed, slices on their way, cached blocks. On a CPU the private resident memory beside them.
+            Slices and prompts are KV of the budget as well: counted twice, which errs on the safe side.
         context_bytes: What a CUDA context takes and no allocator counts, measured once at the start; 0 on a
             CPU. Kernels that are loaded later count as others' use: a constant, so it does no harm.
+        parked_bytes: KV in the host pool where that is the same memory, as on a CPU; 0 on a card.
+        slack_bytes: Part of `committed_bytes` that no token has been written to: memory comes by the page,
+            and the budget counts tokens. 0 where the batch could not give it back.
     """
 
     committed_bytes: int = 0
     pooled_bytes: int = 0
     outside_bytes: int = 0
     context_bytes: int = 0
+    parked_bytes: int = 0
+    slack_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.committed_bytes + self.pooled_bytes + self.outside_bytes + self.context_bytes
+        in_arena = self.committed_bytes + self.pooled_bytes
+        return in_arena + self.outside_bytes + self.context_bytes + self.parked_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +170,23 @@ def other_bytes(reading: MemoryReading, own: OwnUse) -> int:
     return max(0, reading.total_bytes - reading.free_bytes - own.total_bytes)
 
 
+def beside_parked(budget_bytes: int, parked_bytes: int, taken_bytes: int, least_bytes: int) -> int:
+    """What rows may take of a budget where parked KV lies in the same memory, as on a CPU.
+
+    There, parking frees nothing. So parked KV keeps newcomers out, but pushes nobody else out: what is
+    promised already stays, until others leave no room for it. A row parked for the parked ones before it
+    would lower the budget again by as much as it gave, and so on to the last. Memory comes back as queries
+    end, or as parked KV is spilled to files.
+
+    Args:
+        budget_bytes: For all KV.
+        parked_bytes: In the host pool.
+        taken_bytes: Written or promised now.
+        least_bytes: Below which nothing would move.
+    """
+    return max(budget_bytes - parked_bytes, min(budget_bytes, taken_bytes), least_bytes)
+
+
 class Governor:
     """Turns readings into limits; remembers the budget it set and the peaks it saw.
 
@@ -174,8 +198,9 @@ class Governor:
         self._marks = marks
         self._budget_bytes: int | None = None
         self._peak = _Peak(PEAK_WINDOW_S)
-        self._lowered_s = self._raised_s = -1e9
+        self._lowered_s = self._raised_s = self._read_s = -1e9
         self._standing_bytes: int | None = None
+        self._slack = (0, 0)  # Of the last two readings.
         self._total_bytes = self._other_bytes = 0  # As of the last reading.
 
     @property
@@ -202,6 +227,8 @@ class Governor:
         if reading is None:
             return self._decide_blind(own, demand, trouble)
         self._total_bytes, self._other_bytes = reading.total_bytes, other_bytes(reading, own)
+        if reading.at_s != self._read_s:
+            self._read_s, self._slack = reading.at_s, (self._slack[1], own.slack_bytes)
         self._peak.note(own.outside_bytes, now_s)
         standing = own.outside_bytes if self._standing_bytes is None else self._standing_bytes
         self._standing_bytes = min(standing, own.outside_bytes)
@@ -243,9 +270,10 @@ class Governor:
         return _limits(MemoryState.LOST, f"{why}; limits are held", self._budget_bytes, own, demand)
 
     def _room(self, mark: float, own: OwnUse) -> int:
-        """KV that fits under a watermark beside everything else; below 0 where others leave nothing."""
+        """KV, parked or not, that fits under a watermark beside everything else; below 0 if nothing does."""
         beside = self._other_bytes + own.context_bytes + own.outside_bytes + self._reserve(own)
-        return int(mark * self._total_bytes) - beside
+        # A row that is being embedded has memory before it has tokens: slack is what two readings show.
+        return int(mark * self._total_bytes) - beside - min(self._slack)
 
     def _reserve(self, own: OwnUse) -> int:
         """What prompts may need beside what is held now.
@@ -278,7 +306,7 @@ def _limits(state: MemoryState, reason: str, budget: int, own: OwnUse, demand: D
     budget = max(budget, demand.least_bytes, 0)
     presses = state in {MemoryState.SHRINKING, MemoryState.CRITICAL}
     rows = demand.rows if state is not MemoryState.CRITICAL else min(demand.running, demand.rows)
-    keep = 0 if presses else max(0, budget - own.committed_bytes)
+    keep = 0 if presses else max(0, budget - own.committed_bytes - own.parked_bytes)
     return MemoryLimits(max(1, rows), budget, state, reason, keep)
 
 

@@ -75,7 +75,7 @@ def budget(limits: MemoryLimits) -> int:
 
 def test_others_use_is_what_is_left() -> None:
     """M9: no process is asked for: what is neither free nor ours is others', driver and all."""
-    own = OwnUse(committed_bytes=20, pooled_bytes=5, outside_bytes=10, context_bytes=1)
+    own = OwnUse(committed_bytes=20, pooled_bytes=5, outside_bytes=7, context_bytes=1, parked_bytes=3)
     assert own.total_bytes == 36
     assert other_bytes(MemoryReading(100, 30, 0.0), own) == 34
     assert other_bytes(MemoryReading(100, 90, 0.0), own) == 0, "never below nothing"
@@ -122,6 +122,22 @@ def test_a_configured_reserve_is_kept_over_what_stands() -> None:
     assert budget(memory.settle()) == first, "that is what it was kept for"
     memory.own = replace(memory.own, outside_bytes=30 * GIB)
     assert budget(memory.settle()) < first
+
+
+def test_pages_that_no_token_fills_are_not_promised_again() -> None:
+    """M8: tokens take pages: a batch that fills its budget is under high all the same."""
+    memory = Memory()
+    first = budget(memory.tick())
+    memory.own = replace(memory.own, committed_bytes=first + 8 * GIB, slack_bytes=8 * GIB)
+    for _ in range(2):
+        limits = memory.tick()
+    assert limits.state is MemoryState.SHRINKING
+    memory.own = replace(memory.own, committed_bytes=budget(limits) + 8 * GIB)
+    assert memory.total_bytes - memory.free_bytes <= 0.92 * TOTAL
+    memory = Memory()
+    memory.tick()
+    memory.own = replace(memory.own, committed_bytes=8 * GIB, slack_bytes=8 * GIB)
+    assert budget(memory.tick()) == first, "a row that is being embedded"
 
 
 # -- reactions --------------------------------------------------------------------------------------------
