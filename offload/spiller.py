@@ -15,7 +15,7 @@ from batond.offload.errors import HostPoolFullError
 from batond.offload.poison import fill
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from batond.offload.entries import Entry
     from batond.offload.pool import HostPool, Reservation
@@ -45,7 +45,8 @@ class Spiller:
         self.writing_bytes = 0
         self._pool, self._entries, self._poison = pool, entries, poison
         self._spare: dict[Entry, None] = {}  # The first to give its bytes first.
-        self._busy: dict[Entry, None] = {}  # In both, but a copy to the device reads the pool's.
+        self._busy: dict[Entry, None] = {}  # In both, but a copy to the device reads the pool's, or will.
+        self._pinned: dict[Entry, None] = {}
         self._jobs: dict[Entry, None] = {}
         self._ended: list[tuple[str, bool]] = []
 
@@ -109,6 +110,19 @@ class Spiller:
         self.settle()
         return True
 
+    def pin(self, owner_id: str) -> None:
+        """Keep a slice that is in the pool there until `unpin_all`: a load is about to begin."""
+        entry = self._entries.get(owner_id)
+        if entry is not None and entry.reservation is not None:
+            self._pinned[entry] = None
+            if self._not_spare(entry):
+                self._busy[entry] = None
+
+    def unpin_all(self) -> None:
+        """What was pinned is room again, where it is in files and nothing reads it."""
+        pinned, self._pinned = self._pinned, {}
+        self._free_idle(pinned)
+
     def bring(self, entry: Entry) -> None:
         """Have a slice in the pool, whatever that takes; one that is lost stays lost.
 
@@ -136,9 +150,7 @@ class Spiller:
         """Take in what writes and reads have come to. Cheap; call it once a step."""
         for entry in [entry for entry in self._jobs if entry.job is not None and entry.job.done()]:
             self._end(entry)
-        for entry in [entry for entry in self._busy if entry.resting]:
-            del self._busy[entry]
-            self._now_spare(entry)
+        self._free_idle(self._busy)
 
     def use_now(self, entry: Entry) -> None:
         """A copy to the device begins: its bytes are no room until that is over."""
@@ -154,6 +166,7 @@ class Spiller:
                 self.writing_bytes -= entry.header.body_bytes
         self._not_spare(entry)
         self._busy.pop(entry, None)
+        self._pinned.pop(entry, None)
         if entry.file is not None and self.tier is not None:
             self.tier.drop(entry.file)
             entry.file = None
@@ -181,8 +194,8 @@ class Spiller:
         for entry in (*self._spare, *self._busy):
             if entry.reservation is None or entry.file is None:
                 raise AssertionError(f"the slice of {entry.header.owner_id} is not in both tiers")
-        if any(not entry.resting for entry in self._spare):
-            raise AssertionError("bytes that a copy reads are counted as room")
+        if any(not entry.resting or entry in self._pinned for entry in self._spare):
+            raise AssertionError("bytes that a copy reads, or will, are counted as room")
         for entry in self._jobs:
             if entry.job is None or (entry.arriving is None) != (entry.file is None):
                 raise AssertionError(f"the slice of {entry.header.owner_id} is under way to nowhere")
@@ -222,8 +235,15 @@ class Spiller:
                 self.tier.drop(job.file)
             entry.file = None
 
+    def _free_idle(self, entries: Iterable[Entry]) -> None:
+        """Of entries, count those as room that are busy no longer."""
+        for entry in [entry for entry in entries if entry in self._busy and entry.resting]:
+            if entry not in self._pinned:
+                del self._busy[entry]
+                self._now_spare(entry)
+
     def _now_spare(self, entry: Entry) -> None:
-        if entry.resting:
+        if entry.resting and entry not in self._pinned:
             self._spare[entry] = None
             self.spare_bytes += entry.header.body_bytes
         else:

@@ -612,6 +612,7 @@ class LocalEngine:
         self._spilling.write_ahead()
         chunks = [chunk for chunk in plan.chunks if self._spilling.at_hand(self.queries[chunk.query_id])]
         self._prompts.run(chunks)
+        self._spilling.let_go()
         if not self._relief.struck:  # Else rows may have been parked, and whoever got one would lose it.
             self._take_rows(plan.park)
             self._give_rows((*plan.resume, *plan.admit), plan.reasons)
@@ -700,6 +701,7 @@ class LocalEngine:
             ready = query is not None and (self._inline or not query.to_prefill_tokens)
             if query is not None and ready and self._spilling.at_hand(query):
                 self._relief.place(query, reasons[query_id])
+                self._spilling.let_go()
                 if self._relief.struck:
                     return  # Nor is there room for those behind it.
 

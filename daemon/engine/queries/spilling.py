@@ -67,21 +67,28 @@ class Spilling:
         """Begin to write what should make room, if room is short. Call it once a step, after the plan."""
         self._stuck_steps = self._stuck_steps + 1 if self._refused else 0
         self._refused, self._wait_until_s = False, None
+        self.let_go()
         if self._store.spiller.tier is not None:
             self._make_room(min(self._wanted_bytes(), self._store.pool.capacity_bytes))
 
     def at_hand(self, query: Query) -> bool:
         """Whether what the query goes on from needs no disk; begins to read it otherwise.
 
+        What is at hand stays so until `let_go`, whoever else needs room: the load must not wait for the disk.
         Also true where it can't be read: then whoever loads it finds that out, and it is computed again.
         """
         owner_id = self._owner_id(query)
-        if not owner_id or not self._away(owner_id):
+        if not owner_id:
             return True
-        if self._waited(owner_id) and not self._away(owner_id):
+        if not self._away(owner_id) or (self._waited(owner_id) and not self._away(owner_id)):
+            self._store.spiller.pin(owner_id)
             return True
         self._counters["waits_for_disk"] += 1
         return False
+
+    def let_go(self) -> None:
+        """What was at hand is on the device now, or not needed: others may have its room."""
+        self._store.spiller.unpin_all()
 
     def expect(self, query: Query) -> bool:
         """Begin to read what a query goes on from, if there is room; whether it is there already."""

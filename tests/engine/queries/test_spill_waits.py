@@ -1,4 +1,4 @@
-"""How long a step may wait for the disk."""
+"""How long a step may wait for the disk: a moment while nobody has a row, and never for a load."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.queries.spilling import IDLE_WAIT_S
+from batond.offload.errors import HostPoolFullError
 from batond.offload.folder import SpillFolder
 from batond.offload.spill import SpillJob
 
@@ -110,3 +111,61 @@ def test_a_step_waits_for_a_hung_disk_once_and_not_for_each_query(
         hung.set()
     assert SpillJob.wait is wait
     finish(engine, queries, solo, llama)
+
+
+def test_what_is_about_to_be_loaded_keeps_its_place_in_the_pool(
+    llama: Any, make: Make, solo: Solo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R6: whoever wants room in the same step doesn't send its load to the disk."""
+    engine = make(llama, 2)
+    (query,) = park(engine, 1)
+    store = engine.residency.store
+    store.spiller.begin_write(query.query_id)
+    rest(engine)
+    assert store.spiller.spare_bytes == store.parked_bytes(query.query_id) > 0
+    place, wait = engine._relief.place, SpillJob.wait
+    refused, endless = [], []
+
+    def crowd(placed: Query, reason: str) -> None:
+        try:
+            store.pool.release(store.spiller.reserve(store.pool.capacity_bytes))
+        except HostPoolFullError as error:
+            refused.append(error)
+        engine.check_integrity()
+        place(placed, reason)
+
+    def note(job: SpillJob, timeout_s: float | None = None) -> None:
+        if timeout_s is None:
+            endless.append(job)
+        wait(job, timeout_s)
+
+    monkeypatch.setattr(engine._relief, "place", crowd)
+    monkeypatch.setattr(SpillJob, "wait", note)
+    engine.resume(query)
+    engine.step()
+    assert query.row is not None
+    assert not endless
+    assert len(refused) == 1
+    finish(engine, [query], solo, llama)
+
+
+def test_it_keeps_its_place_only_while_it_is_loaded(llama: Any, make: Make) -> None:
+    """Parks of the same step may have the room afterwards; what was cancelled holds none."""
+    engine = make(llama, 4)
+    queries = park(engine, 2)
+    spiller = engine.residency.store.spiller
+    for query in queries:
+        spiller.begin_write(query.query_id)
+    rest(engine)
+    spare_bytes = spiller.spare_bytes
+    for query in queries:
+        assert engine._spilling.at_hand(query)
+    assert spiller.spare_bytes == 0
+    engine.check_integrity()
+    engine.residency.settle()
+    assert spiller.spare_bytes == 0
+    engine.cancel(queries[0])
+    engine.check_integrity()
+    engine._spilling.let_go()
+    engine.check_integrity()
+    assert 0 < spiller.spare_bytes < spare_bytes
