@@ -188,7 +188,7 @@ class EngineConfig(Section):
         max_query_tokens: Limit on prompt + output of a query; 0 takes the model's own.
         host_pool_bytes: Host RAM for parked KV: bytes, a size such as `4GiB`, or `auto`.
         session_bytes: Part of it, and of the spill directory, that kept KV of chat sessions may take; `auto`
-            is a quarter, 0 keeps none.
+            is a quarter of both together, 0 keeps none.
         session_ttl_s: A chat session unused for so long is dropped.
         spill_dir: Directory for KV that the host pool can't hold; empty is none.
         spill_bytes: Most bytes of files in it; `auto` is half of what its disk has free.

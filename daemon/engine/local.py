@@ -116,12 +116,11 @@ class LocalEngine:
         compiled: Compile the small parts of captured steps, where that is exact for the model.
         arena: What the ring's memory is: "plain" has all of it from the start; "elastic" follows the rows,
             and the ring may be larger than memory; "auto" follows them on the CPU, in a ring that fits.
-        session_bytes: Most bytes of the host pool for slices of finished turns, which give way to parked
-            queries; None is a quarter of the pool, 0 keeps none.
+        session_bytes: Most bytes of pool and files for slices of finished turns, which give way to parked
+            queries; None is a quarter of both together, 0 keeps none.
         session_ttl_s: A session unused for so long is dropped.
         governor: Sets rows and bytes of KV in each step by what memory there is; the engine closes it.
-        spill_dir: Directory for what the host pool can't hold; None keeps no files. The quarter for sessions
-            is one of pool and files together.
+        spill_dir: Directory for what the host pool can't hold; None keeps no files.
         spill_bytes: Most bytes of files in it, 0 keeps none; None is half of what its disk has free.
         poison: Fill given-back host memory with NaN patterns (tests).
 

@@ -47,7 +47,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             inter-token target of the most urgent class that runs.
         max_query_tokens: Limit on prompt + max_tokens; 0 takes the model's own.
         host_pool_bytes: Host RAM for parked KV; -1 lets the engine choose ("auto").
-        session_bytes: Part of it for slices of finished turns; -1 is a quarter, 0 keeps none.
+        session_bytes: Part of it and of files for slices of finished turns; -1 is a quarter, 0 is none.
         session_ttl_s: A session unused for so long is dropped.
         spill_dir: Directory for what the host pool can't hold; empty keeps no files.
         spill_bytes: Most bytes of files in it; -1 is half of what its disk has free.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from batond.offload.store import ParkedStore
 
 DEFAULT_TTL_S = 3600.0
-DEFAULT_SHARE = 4  # Idle sessions may take this part of the host pool: a quarter.
+DEFAULT_SHARE = 4  # Idle sessions may take this part of host pool and files: a quarter.
 OWNER_MARK = "\0"  # Begins the names of sessions in the store; no query id has it.
 
 
