@@ -213,8 +213,9 @@ class LocalEngine:
         self._note_serving(serving, max_query_tokens, chunk_tokens)
         self.keeps_sessions = session_bytes > 0 and serving.extends_slices
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        store = open_store(self.model.device, host_pool_bytes, spill_dir, spill_bytes or 0, poison=poison)
         with ExitStack() as undo:
+            undo.callback(serving.batch.close)
+            store = open_store(self.model.device, host_pool_bytes, spill_dir, spill_bytes or 0, poison=poison)
             undo.callback(close_store, store)
             self._assemble(serving, store, session_bytes if self.keeps_sessions else 0, session_ttl_s)
             self.on_plan: Callable[[Plan], None] | None = None
@@ -543,13 +544,14 @@ class LocalEngine:
         return any(not query.held for query in self.queries.values())
 
     def close(self) -> None:
-        """Cancel what lives and give host memory back; the engine can't be used afterwards."""
+        """Cancel what lives and give all memory back; the engine can't be used afterwards."""
         for query in list(self.queries.values()):
             self.cancel(query)
         self.residency.sessions.clear()
         if self._governor is not None:
             self._governor.close()
         close_store(self.residency.store)
+        self.residency.batch.close()  # Last: copies that the store has waited for may have read its rows.
 
     @property
     def memory_status(self) -> MemoryStatus | None:

@@ -84,6 +84,11 @@ class PaddedBatch:
         """Nothing is pooled here."""
         return 0
 
+    def close(self) -> None:
+        """Give all memory back, at once."""
+        self._cache, self._mask = None, self._mask.new_zeros(self.rows, 0)
+        self._lengths = [0] * self.rows
+
     def embed(self, row: int, kv: KVSlice) -> None:
         """Write a slice into an idle row so that it ends at the newest column.
 

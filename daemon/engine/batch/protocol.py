@@ -62,6 +62,9 @@ class Batch(Protocol):
             Bytes given back.
         """
 
+    def close(self) -> None:
+        """Give all memory back, at once; the batch can't be used afterwards. Closing twice is harmless."""
+
     def embed(self, row: int, kv: KVSlice) -> None:
         """Write a prefilled slice into an idle row, end-aligned with the newest column (vector embedding).
 

@@ -65,6 +65,10 @@ class UncachedBatch:
         """Nothing is pooled here."""
         return 0
 
+    def close(self) -> None:
+        """Forget all tokens."""
+        self._tokens = [[] for _ in range(self.rows)]
+
     def embed(self, row: int, kv: KVSlice) -> None:
         """Take a slice's token ids into an idle row."""
         if self._tokens[row]:

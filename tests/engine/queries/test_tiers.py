@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from batond.daemon.engine.batch.ring import RingBatch
 from batond.daemon.engine.queries.tiers import open_store
 from batond.daemon.errors import ConfigError
 from batond.offload import folder
@@ -90,3 +91,34 @@ def test_a_disk_without_room_stops_the_start(
         make_engine(llama, spill_dir=tmp_path / "spill", spill_bytes=spill_bytes)
     assert not list(tmp_path.glob("spill/*"))
     make_engine(llama, spill_dir=tmp_path / "spill", spill_bytes=0).close()
+
+
+@pytest.mark.parametrize("batch", ["ring", "padded"])
+def test_the_batch_gives_its_memory_back_with_the_engine(
+    llama: Any, make_engine: MakeEngine, batch: str
+) -> None:
+    """M5: also where the model, and whoever else knows the batch, live on."""
+    engine = make_engine(llama, batch=batch, arena="plain")
+    engine.submit([5, 6, 7])
+    engine.step()
+    kept = engine.residency.batch
+    assert kept.memory.committed_bytes > 0
+    engine.close()
+    assert kept.memory.committed_bytes == 0
+    engine.close()
+
+
+def test_a_start_that_fails_gives_the_batch_s_memory_back(
+    llama: Any, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M5."""
+    closed, close = [], RingBatch.close
+
+    def note(ring: RingBatch) -> None:
+        close(ring)
+        closed.append(ring)
+
+    monkeypatch.setattr(RingBatch, "close", note)
+    with pytest.raises(ConfigError, match="memory can't be read"):
+        make_engine(llama, batch="ring", governor=Broken())
+    assert len(closed) == 1
