@@ -236,7 +236,7 @@ class Governing:
         """On the readings' thread: a step may take long, and what is pooled can go without one."""
         batch = self._batch
         if batch is not None and batch.memory.pooled_bytes and self._governor.presses(sample.reading):
-            batch.trim()
+            batch.trim_soon()
 
     def _give_back(self, batch: Batch) -> None:
         limits = self._limits

@@ -231,6 +231,9 @@ class PooledBatch:
         back, self.pooled = self.pooled - keep_bytes, keep_bytes
         return back
 
+    def trim_soon(self) -> None:
+        self.trim()
+
 
 class Memory:
     """A memory of 1000 bytes."""

@@ -84,6 +84,10 @@ class PaddedBatch:
         """Nothing is pooled here."""
         return 0
 
+    @staticmethod
+    def trim_soon() -> None:
+        """Likewise."""
+
     def close(self) -> None:
         """Give all memory back, at once."""
         self._cache, self._mask = None, self._mask.new_zeros(self.rows, 0)

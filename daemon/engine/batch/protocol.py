@@ -62,6 +62,9 @@ class Batch(Protocol):
             Bytes given back.
         """
 
+    def trim_soon(self) -> None:
+        """Have all pooled memory given back, without waiting for it; any thread may ask."""
+
     def close(self) -> None:
         """Give all memory back, at once; the batch can't be used afterwards. Closing twice is harmless."""
 

@@ -146,6 +146,10 @@ class RingBatch:
         """Give pooled memory back to the system."""
         return self._arena.trim(keep_bytes)
 
+    def trim_soon(self) -> None:
+        """Have pooled memory given back; any thread may ask."""
+        self._arena.trim_soon()
+
     def close(self) -> None:
         """Give all memory back, at once; the batch can't be used afterwards."""
         self._lengths, self._held_columns = [0] * self.rows, [0] * self.rows

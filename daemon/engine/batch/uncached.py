@@ -65,6 +65,10 @@ class UncachedBatch:
         """Nothing is pooled here."""
         return 0
 
+    @staticmethod
+    def trim_soon() -> None:
+        """Likewise."""
+
     def close(self) -> None:
         """Forget all tokens."""
         self._tokens = [[] for _ in range(self.rows)]

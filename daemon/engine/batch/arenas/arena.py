@@ -40,7 +40,7 @@ class ArenaShape:
 class Arena(Protocol):
     """Storage of rows x capacity records.
 
-    One thread calls it, that of the engine.
+    One thread calls it, that of the engine; others may ask for `use` and `trim_soon`.
 
     Attributes:
         tensor: The records, uint8, shape [rows, capacity, record]; only what is committed may be touched on
@@ -85,6 +85,9 @@ class Arena(Protocol):
 
     def trim(self, keep_bytes: int = 0) -> int:
         """Give pooled memory back to the system, all but `keep_bytes`; returns how much."""
+
+    def trim_soon(self) -> None:
+        """Have all pooled memory given back, without waiting for it; any thread may ask."""
 
     def close(self) -> None:
         """Give everything back; the tensor must not be used afterwards."""

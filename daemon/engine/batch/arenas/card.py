@@ -112,8 +112,12 @@ class CardArena:
 
     def trim(self, keep_bytes: int = 0) -> int:
         """Give pooled pages back to the driver; waits for the step that may still read what was released."""
-        self._pages.settle(wait=True)
-        return self._pages.shrink(keep_bytes)
+        return self._pages.trim(keep_bytes)
+
+    def trim_soon(self) -> None:
+        """Have the keeper trim, which is attached to the card."""
+        if self._keeper is not None:
+            self._keeper.trim()
 
     def close(self) -> None:
         """Give everything back."""
@@ -139,7 +143,9 @@ class Keeper(threading.Thread):
     def __init__(self, pages: CardPages, driver: Driver, pool_bytes: int) -> None:
         super().__init__(name="batond-arena", daemon=True)
         self._pages, self._driver, self._pool_bytes = pages, driver, pool_bytes
-        self._orders: queue.SimpleQueue[tuple[int, range] | Fence | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[int, range] | Fence | threading.Event | None]
+        self._orders = queue.SimpleQueue()
+        self._trims = threading.Event()  # Ordered, and not begun.
 
     def expect(self, row: int, pages: range) -> None:
         """Map a row's pages soon."""
@@ -148,6 +154,12 @@ class Keeper(threading.Thread):
     def settle(self, fence: Fence) -> None:
         """Unmap what was released before a fence, once the card has passed it."""
         self._orders.put(fence)
+
+    def trim(self) -> None:
+        """Give all pooled memory back soon; ordering it again before that changes nothing."""
+        if not self._trims.is_set():
+            self._trims.set()
+            self._orders.put(self._trims)
 
     def stop(self) -> None:
         """Do what was ordered, close the pages and end."""
@@ -165,9 +177,13 @@ class Keeper(threading.Thread):
                 _log.exception("the arena's keeper failed")
         self._pages.close()
 
-    def _follow(self, order: tuple[int, range] | Fence) -> None:
+    def _follow(self, order: tuple[int, range] | Fence | threading.Event) -> None:
         if isinstance(order, tuple):
             self._pages.commit_if_held(*order)
+            return
+        if isinstance(order, threading.Event):
+            order.clear()
+            self._pages.trim(0)
             return
         order.wait()
         self._pages.settle()

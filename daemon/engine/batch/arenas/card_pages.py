@@ -125,14 +125,23 @@ class CardPages:
                 return None
             return self._leave(row, list(self._held[row]))
 
-    def settle(self, *, wait: bool = False) -> None:
-        """Unmap the pages that rows gave back and the card is done with, and pool them.
+    def settle(self) -> None:
+        """Unmap the pages that rows gave back and the card is done with, and pool them."""
+        with self._lock:
+            self._settle(wait=False)
 
-        Args:
-            wait: For the card, so that all of them are pooled.
+    def trim(self, keep_bytes: int) -> int:
+        """Settle all that rows gave back by now, and shrink; other threads go on while it waits for the card.
+
+        Returns:
+            Bytes given back.
         """
         with self._lock:
-            self._settle(wait=wait)
+            fences = dict.fromkeys(leaving.fence for leaving in self._leaving.values())
+        for fence in fences:
+            fence.wait()
+        self.settle()
+        return self.shrink(keep_bytes)
 
     def shrink(self, keep_bytes: int) -> int:
         """Give pooled memory back to the driver.

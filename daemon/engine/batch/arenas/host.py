@@ -96,6 +96,10 @@ class HostArena:
         """Nothing is pooled."""
         return 0
 
+    @staticmethod
+    def trim_soon() -> None:
+        """Likewise."""
+
     def close(self) -> None:
         """Give the memory back; the mapping itself goes with the last view on it."""
         with contextlib.suppress(OSError):

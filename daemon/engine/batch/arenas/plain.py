@@ -61,6 +61,10 @@ class PlainArena:
         """Nothing is pooled."""
         return 0
 
+    @staticmethod
+    def trim_soon() -> None:
+        """Likewise."""
+
     def close(self) -> None:
         """Give the memory back to torch."""
         self.tensor = self.tensor.new_zeros(0, 0, 0)

@@ -252,6 +252,29 @@ def test_a_keeper_survives_what_the_driver_says(
     assert arena.holds(0, 99, 100)
 
 
+def test_a_trim_that_waits_for_the_card_holds_nobody_up(make_card_arena: MakeArena, driver: Any) -> None:
+    """M8: ordered by any thread, done by the keeper, which is attached; the engine goes on meanwhile."""
+    arena = make_card_arena(background=True)
+    assert arena._keeper is not None
+    arena.commit(0, 0, 100)
+    driver.busy = True
+    driver.held_up.set()
+    arena._pages.release(0)  # As `release`, but the keeper is told nothing.
+    arena.trim_soon()
+    assert driver.fences[-1].waited.wait(30)
+    free = threading.Thread(target=arena._pages.commit, args=(1, range(1)), daemon=True)
+    free.start()
+    free.join(10)
+    assert not free.is_alive(), "the lock is not held"
+    arena.trim_soon()
+    arena.trim_soon()
+    driver.finish()
+    _until_followed(arena)
+    assert driver.used_bytes == arena.use.committed_bytes == PAGE
+    assert driver.threads == {arena._keeper.ident}
+    driver.held_up.clear()
+
+
 def _until_followed(arena: CardArena) -> None:
     """Wait until the keeper has followed all orders so far."""
 
