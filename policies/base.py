@@ -44,7 +44,7 @@ class QueryView:
         parks: How often it was parked by the planner.
         since_admission_tokens: Tokens decoded since it last got a row.
         park_seq: Order in which it was parked; 0 if it is not parked.
-        held: Parked by hand: not to be resumed by the planner.
+        held: Parked by hand, or put off for want of memory: the planner leaves it where it is.
         kv_bytes: Bytes its cached tokens take now.
         reserved_bytes: Bytes it may come to need: prompt + reserved output, never below `kv_bytes`.
         park_bytes: Bytes a park would take from the host pool.

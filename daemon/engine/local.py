@@ -266,7 +266,7 @@ class LocalEngine:
             inline=self._inline,
         )
         self._relief = Relief(self.residency, self._life, self._roster)
-        choosing = Choosing(self._sampler, self._relief, self._life)
+        choosing = Choosing(self._sampler, self._relief)
         self._prompts = Prompts(
             self.residency,
             self._sampler,
@@ -602,9 +602,13 @@ class LocalEngine:
     def step(self) -> bool:
         """Plan, prefill, park, place, decode; returns whether anything moved.
 
-        The copy for the likely next resume is begun before the decode, which on a GPU it runs beside.
+        The copy for the likely next resume is begun before the decode, which on a GPU it runs beside. While
+        nothing finds memory, a step only waits a moment.
         """
         self.counters["steps"] += 1
+        if self._relief.pausing():
+            self.tend()
+            return False
         began_s = time.perf_counter()
         self.residency.settle()
         plan = self._plan()

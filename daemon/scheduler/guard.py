@@ -78,6 +78,15 @@ class PolicyGuard:
             views = tuple(sorted(running, key=attrgetter("class_order", "seq"), reverse=True)[:count])
         return [view.query_id for view in views]
 
+    def less_urgent(self, line: Line, query: QueryView, now_s: float, *, equals: bool) -> list[str]:
+        """Ids of the running queries that a query may take rows from, as `VictimPool.less_urgent`."""
+        try:
+            views = VictimPool(line, now_s).less_urgent(query, equals=equals)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._note(error, "nobody gives up a row")
+            return []
+        return [view.query_id for view in views]
+
     @property
     def counts_by_owner(self) -> bool:
         """Whether `on_tokens` takes a query as it was some tokens ago; see `CountsByOwner`."""

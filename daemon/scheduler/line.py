@@ -49,7 +49,7 @@ class Line:
 
     Attributes:
         running: Queries with a row.
-        held: Queries parked by hand, by id.
+        held: Queries parked by hand or put off, by id.
         ready: Prefilled queries in line by class order.
         holders: Queries that hold KV on the device without a row, by id.
         parked_bytes: The whole reserve of the parked queries in line.

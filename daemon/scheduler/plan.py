@@ -94,7 +94,8 @@ class Plan:
             hint: whoever can't copy beside the batch may leave it.
         blocked: Why a query that would be next got nothing, by query id: "row" (none is free, and nobody less
             urgent has one), "kv_bytes", "quantum" and "park_cap" (who has what it needs is protected still,
-            or for good), "prefill" (no chunk tokens left), "held" (parked by hand).
+            or for good), "prefill" (no chunk tokens left), "held" (parked by hand, or
+            put off for want of memory).
         reasons: Why a query of `resume`, `admit` or `prefetch` is there, by query id: "row_free", "row_taken"
             (from a victim), "batch" (all rows are free: run-to-completion), "row_soon" (prefetch).
     """

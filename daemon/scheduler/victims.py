@@ -67,6 +67,28 @@ class VictimPool:
         everybody = [self._rows.view(query_id) for query_id in self._rows if query_id not in self._taken]
         return tuple(sorted(everybody, key=self._urgency, reverse=True)[:count])
 
+    def less_urgent(self, newcomer: QueryView, *, equals: bool) -> tuple[QueryView, ...]:
+        """Whoever `newcomer` is strictly more urgent than (rule 1), the least urgent first.
+
+        Quantum and park cap protect nobody here, only the class does.
+
+        Args:
+            newcomer: Has no row.
+            equals: Also those behind it that are as urgent.
+        """
+        may, now_s = self._policy.may_preempt, self._now_s
+        place = (self._policy.rank(newcomer, now_s), newcomer.seq)
+
+        def may_be_taken(query: QueryView) -> bool:
+            if self._may_take(newcomer, query, None):
+                return True
+            behind = (self._urgency(query)[0], query.seq) > place
+            return equals and behind and not may(query, newcomer, now_s)
+
+        running = [self._rows.view(query_id) for query_id in self._rows]
+        taken = [query for query in running if query.preemptible and may_be_taken(query)]
+        return tuple(sorted(taken, key=self._urgency, reverse=True))
+
     def over_limit(
         self,
         nbytes: float,

@@ -194,3 +194,29 @@ def test_a_hint_holds_for_the_method_it_was_made_for() -> None:
     plain = Fair()
     vars(plain)["on_tokens"] = print
     assert not speaks_for(plain, "counts_by_owner", "on_tokens")
+
+
+@pytest.mark.parametrize(
+    ("sla", "equals", "expected"),
+    [
+        ("interactive", False, ["b2", "b1", "s"]),
+        ("standard", False, ["b2", "b1"]),
+        ("batch", False, []),
+        ("batch", True, ["b2"]),
+    ],
+)
+def test_who_makes_room_for_a_prompt(views: Views, sla: str, equals: bool, expected: list[str]) -> None:  # noqa: FBT001 - a parameter
+    """Rule 1 holds in the middle of a step too; equals give way only to those before them."""
+    rows = {"b1": views.running("batch", since=0), "s": views.running("standard", since=0)}
+    prompt = views.prefilling(sla)
+    rows["b2"] = views.running("batch", since=0)
+    names = {view.query_id: name for name, view in rows.items()}
+    for policy, found in ((Priority(), expected), (Broken("may_preempt"), [])):
+        counters: Counter[str] = Counter()
+        guard = PolicyGuard(Planner(policy), counters)
+        line = Line(policy, {view.query_id: view for view in rows.values()}.__getitem__)
+        for view in rows.values():
+            line.put(view)
+        ids = guard.less_urgent(line, prompt, prompt.arrival_s, equals=equals)
+        assert [names[query_id] for query_id in ids] == found
+        assert bool(counters["policy_errors"]) == (policy.name == "broken")

@@ -109,13 +109,13 @@ class Lifecycle:
             )
         )
 
-    def stow(self, query: Query, *, cause: str) -> None:
-        """Take what a query without a row has on the device to the host: it goes on from there later."""
+    def stow(self, query: Query, mode: ParkMode = ParkMode.OFFLOAD, *, cause: str) -> None:
+        """Take what a query has on the device to the host: it goes on from there later. Also a parked one."""
         if query.state is not QueryState.PARKED:
-            self.park(query, ParkMode.OFFLOAD, cause=cause)
+            self.park(query, mode, cause=cause)
             return
         self._roster.note(query)
-        self._residency.vacate(query, ParkMode.OFFLOAD)
+        self._residency.vacate(query, mode)
 
     def append(self, query: Query, choice: Choice) -> None:
         """Add a token to a query and end it where it must end."""
@@ -162,7 +162,7 @@ class Lifecycle:
         """End one query for which there was no memory, though all that could be spared was given back."""
         emitted = len(query.output_token_ids)
         _log.error(
-            "query %s failed: no memory for its next forward, with nobody else in the batch; prompt of %d"
+            "query %s failed: no memory for its next forward, though all was given back; prompt of %d"
             " tokens, %d of output",
             query.query_id,
             len(query.prompt_token_ids),

@@ -71,6 +71,7 @@ class Query:
         row: Its row while RUNNING.
         last_row: The row it had before; a resumed query is placed elsewhere where possible.
         held: Parked by hand.
+        put_off: Kept out of the plans for a while: there was no memory for it.
         park_seq: Order of its last park; 0 once it runs again.
         reserved_tokens: Output tokens that memory is reserved for, raised as it outgrows them; None is all it
             may emit.
@@ -113,6 +114,7 @@ class Query:
     row: int | None = None
     last_row: int | None = None
     held: bool = False
+    put_off: bool = False
     park_seq: int = 0
     reserved_tokens: int | None = None
     since_admission_tokens: int = 0

@@ -115,6 +115,12 @@ class Roster:
         line = self.refresh()
         return [self._queries[name] for name in self._guard.least_urgent(line, time.monotonic(), count)]
 
+    def less_urgent(self, query: Query, *, equals: bool) -> list[Query]:
+        """Who has a row that the query may take in the middle of a step, as `VictimPool.less_urgent`."""
+        line = self.refresh()
+        view, now_s = self._new_view(query), time.monotonic()
+        return [self._queries[name] for name in self._guard.less_urgent(line, view, now_s, equals=equals)]
+
     def check_integrity(self, queries: dict[str, Query]) -> None:
         """Raise AssertionError where a change was not noted."""
         for query_id, query in queries.items():

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from batond.daemon.engine.model.shortage import SHORTAGE_TYPES
 from batond.daemon.engine.step.relief import NoMemoryError
+from batond.daemon.scheduler.plan import ParkMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from batond.daemon.engine.queries.lifecycle import Lifecycle
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.engine.sampling.sampler import Choice, Sampler
     from batond.daemon.engine.step.relief import Relief
@@ -25,16 +25,15 @@ class Choosing:
     Args:
         sampler: Chooses.
         relief: Gives memory back.
-        life: Ends queries for which there is none.
     """
 
-    def __init__(self, sampler: Sampler, relief: Relief, life: Lifecycle) -> None:
-        self._sampler, self._relief, self._life = sampler, relief, life
+    def __init__(self, sampler: Sampler, relief: Relief) -> None:
+        self._sampler, self._relief = sampler, relief
 
     def choose(
         self, logits: torch.Tensor, rows: Sequence[int], queries: Sequence[Query]
     ) -> list[tuple[Query, Choice]]:
-        """The next token of every query; those that failed have ended and are left out.
+        """The next token of every query; those without memory are left out.
 
         Args:
             logits: Raw float32 logits, shape [rows, vocabulary].
@@ -47,7 +46,7 @@ class Choosing:
             )
         except NoMemoryError:
             if len(queries) == 1:
-                self._life.fail_for_memory(queries[0])
+                self._give_up(queries[0])
                 return []
             alone = zip(rows, queries, strict=True)
             return [pair for row, query in alone for pair in self.choose(logits, [row], [query])]
@@ -62,10 +61,14 @@ class Choosing:
             raise
 
     def record_given(self, query: Query, first: int, logits: torch.Tensor) -> bool:
-        """Note log-probabilities of given tokens, see `Sampler.record_given`; False ended the query."""
+        """Note log-probabilities of given tokens, see `Sampler.record_given`; False took its row."""
         try:
             self._relief.survive(partial(self._sampler.record_given, query, first, logits))
         except NoMemoryError:
-            self._life.fail_for_memory(query)
+            self._give_up(query)
             return False
         return True
+
+    def _give_up(self, query: Query) -> None:
+        # Its KV is of no use without the logits behind it: a token more than its record, or all its prompt.
+        self._relief.give_up(query, ParkMode.RECOMPUTE)

@@ -54,7 +54,6 @@ class Decode:
     ) -> None:
         self._residency, self._sampler, self._choosing = residency, sampler, choosing
         self._life, self._relief = life, relief
-        self._alone: Query | None = None
 
     def run(self) -> bool:
         """One step; False if every row is idle."""
@@ -63,7 +62,6 @@ class Decode:
         computed = self._compute()
         if computed is None:
             return True
-        self._alone = None
         for row, query in computed.rows:
             if not computed.cached[row]:  # Inline: this step prefilled the newcomer (vector shaping).
                 self._life.count_prefill(query, 0, computed.new_tokens[row])
@@ -81,9 +79,9 @@ class Decode:
     def _compute(self) -> Computed | None:
         """The forward, with as many rows as there is memory for; None if there is none for a single one."""
         try:
-            return self._relief.survive(self._forward, keep_rows=1)
+            return self._relief.survive(self._forward, victims=self._relief.all_but_one)
         except NoMemoryError:
-            self._life.fail_for_memory(self._residency.occupied[0][1])  # It is alone: the culprit.
+            self._relief.give_up(self._residency.occupied[0][1])  # It is alone.
         except _RowsLostError as lost:
             said = str(lost)
             self._drop_rows(said)
@@ -103,18 +101,12 @@ class Decode:
         return Computed(occupied, cached, {row: len(new) for row, new in inputs.items()}, logits)
 
     def _drop_rows(self, said: str) -> None:
-        """The rows are lost with the forward: all are computed again, fewer at once.
-
-        A query that is alone when that happens gets one more try, alone again.
-        """
+        """The rows are lost with the forward: all are computed again, fewer at once."""
         self._relief.note(said)
         queries = [query for _, query in self._residency.occupied]
-        alone = queries[0] if len(queries) == 1 else None
         self._relief.drop_rows()
-        if alone is not None and alone is self._alone:
-            self._life.fail_for_memory(alone)
-            alone = None
-        self._alone = alone
+        if len(queries) == 1:
+            self._relief.give_up(queries[0])
 
     def _note_replayed(self, query: Query, index: int, logits: torch.Tensor) -> None:
         """The KV of a token emitted before exists again; what follows it is known."""
@@ -135,6 +127,7 @@ class Decode:
             chosen = [(query, Choice(token_ids[row])) for row, query in decoding]
         else:
             chosen = self._choosing.choose(logits, [row for row, _ in decoding], queries)
+        self._relief.culprits.succeeded([query.query_id for query, _ in chosen])
         for query, choice in chosen:
             self._life.count_output(query)
             self._life.append(query, choice)

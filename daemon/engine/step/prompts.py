@@ -107,14 +107,14 @@ class Prompts:
     def _run_alone(self, query: Query, count: int) -> None:
         """Compute the next `count` tokens of a prompt (and of replayed output)."""
         _begin(query)
-        survive = partial(self._relief.survive, spare=query, keep_rows=0)
+        survive = partial(self._relief.survive, spare=query, victims=partial(self._relief.less_urgent, query))
         chunk = _Chunk(query, count, most_tokens=count)
         try:
             logits = survive(partial(self._run_chunk, chunk), smaller=partial(self._halve, chunk))
             if not query.to_prefill_tokens:
                 query.kv, query.prefill = survive(self._residency.prefill_of(query).slice), None
         except NoMemoryError:
-            self._life.fail_for_memory(query)
+            self._relief.put_off(query)
             return
         except MODEL_ERRORS as error:
             if breaks_device(error):
@@ -175,7 +175,9 @@ class Prompts:
                 query.transition(QueryState.READY)
         new = [place for place, query in enumerate(queries) if not query.output_token_ids]
         if new:
-            for query, choice in self._choosing.choose(logits, new, [queries[place] for place in new]):
+            chosen = self._choosing.choose(logits, new, [queries[place] for place in new])
+            self._relief.culprits.succeeded([query.query_id for query, _ in chosen])
+            for query, choice in chosen:
                 self._life.append(query, choice)
 
 

@@ -12,6 +12,7 @@ import torch
 from batond.bench.faults.allocations import Allocations
 from batond.daemon.engine.model.causal import CausalModel
 from batond.daemon.scheduler.caps import LearnedCap
+from batond.daemon.scheduler.culprits import Culprits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,6 +65,8 @@ def calm(monkeypatch: pytest.MonkeyPatch) -> Callable[[LocalEngine], list[float]
     def prepare(engine: LocalEngine) -> list[float]:
         waits: list[float] = []
         monkeypatch.setattr(engine._relief, "_wait", waits.append)
+        monkeypatch.setattr(engine._relief, "_clock", lambda: sum(waits))
+        engine._relief.culprits = Culprits()
         engine._relief.rows, engine._relief.chunk = LearnedCap(9 / 8), LearnedCap(5 / 4)
         engine.counters.clear()
         engine._relief._logged_s = -math.inf
