@@ -209,6 +209,7 @@ class LocalEngine:
             sessions=session_bytes > 0,
             card=CardUse(kernels=kernels, graphs=kernels and graphs, compiled=compiled),
             arena=arena,
+            governed=governor is not None,
         )
         self._note_serving(serving, max_query_tokens, chunk_tokens)
         self.keeps_sessions = session_bytes > 0 and serving.extends_slices

@@ -79,6 +79,7 @@ def choose_batch(
     sessions: bool = True,
     card: CardUse = WHOLE_CARD,
     arena: str = "auto",
+    governed: bool = False,
 ) -> Serving:
     """Find a way to serve the model exactly.
 
@@ -95,6 +96,7 @@ def choose_batch(
         sessions: Find out whether slices of finished turns may be extended.
         card: What a ring may use of a card.
         arena: What a ring's memory is: "auto", "plain" or "elastic".
+        governed: Somebody sees to it that rows hold no more than there is: an elastic ring may be larger.
 
     Raises:
         ConfigError: The kind is unknown or contradicts another argument, or the ring doesn't fit into memory.
@@ -111,7 +113,7 @@ def choose_batch(
         raise ConfigError(f'arena must be "auto", "plain" or "elastic", not {arena!r}', arena=arena)
     kind = "padded" if inline else kind
     trial = Trial(model, deterministic=deterministic, rows=rows, card=card)
-    ways = [_shared(trial, kind, rows, max_query_tokens, arena=arena)]
+    ways = [_shared(trial, kind, rows, max_query_tokens, arena=arena, governed=governed)]
     if one_at_a_time and kind != "ring" and not deterministic:
         ways.append(_alone(trial))
     for serving in itertools.chain(*ways):
@@ -158,13 +160,13 @@ def _refusal(trial: Trial, kind: str, *, one_at_a_time: bool) -> str:
 
 
 def _shared(
-    trial: Trial, kind: str, rows: int, max_query_tokens: int | None, *, arena: str
+    trial: Trial, kind: str, rows: int, max_query_tokens: int | None, *, arena: str, governed: bool
 ) -> Iterator[Serving]:
     """Ways in which queries share forwards, best first."""
     for name, layout, way in trial.recipes():
         if kind != "padded":
             try:
-                yield from _ring(trial, layout, way, rows, max_query_tokens, arena=arena)
+                yield from _ring(trial, layout, way, rows, max_query_tokens, arena=arena, governed=governed)
             except ConfigError as refusal:
                 if kind == "ring":
                     raise
@@ -193,12 +195,13 @@ def _ring(
     max_query_tokens: int | None,
     *,
     arena: str,
+    governed: bool,
 ) -> Iterator[Serving]:
     """Decode on a ring, where that is exact."""
     proof = prove_ring(trial, layout, padded)
     if proof is not None:
         new_arena, why = prove_arena(trial, layout, padded, proof, arena)
-        elastic = arena == "elastic" and not why
+        elastic = arena == "elastic" and not why and governed
         size = plan_ring(trial.model, layout, rows, max_query_tokens, elastic=elastic)
         way = ring_way(trial, layout, size.columns, padded, proof.card, new_arena=new_arena)
         reason = f"ring: {_BESIDE} {proof.error:.1e} of generate's{size.remark}{proof.remark}"

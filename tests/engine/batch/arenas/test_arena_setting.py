@@ -11,8 +11,10 @@ from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.batch.arenas.card import CardArena
 from batond.daemon.engine.batch.arenas.choice import elastic_arena, plain_arena
 from batond.daemon.engine.batch.ring_size import plan_ring
+from batond.daemon.engine.governing import make_governing
 from batond.daemon.engine.proof import rings
 from batond.daemon.errors import ConfigError
+from batond.daemon.wire.settings import MemorySettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -138,3 +140,18 @@ def test_an_elastic_ring_may_be_larger_than_memory(
         plan_ring(bench.model, bench.layout, 50, 100)
     with pytest.raises(ConfigError):
         plan_ring(bench.model, bench.layout, 50, 101, elastic=True)
+
+
+def test_only_a_governed_ring_is_larger_than_memory(
+    llama: Any, make_engine: Callable[..., LocalEngine], make_bench: Callable[[Any], Any], monkeypatch: Any
+) -> None:
+    """Issue 7: where nobody bounds the rows, an elastic ring is sized as a plain one."""
+    room = 100 * make_bench(llama).layout.record_bytes
+    monkeypatch.setattr("batond.daemon.engine.batch.ring_size._room_bytes", lambda _: room)
+    asked = options(arena="elastic", max_query_tokens=100)
+    with pytest.raises(ConfigError, match="a ring of 2 rows"):
+        make_engine(llama, **asked)
+    governor = make_governing(MemorySettings(governor="on"), "cpu")
+    engine = make_engine(llama, **asked, governor=governor)
+    assert engine.max_query_tokens == 100
+    engine.close()
