@@ -195,7 +195,7 @@ def test_late_copies_and_poisoned_memory_change_nothing(
     make_engine: MakeEngine, solo: Solo, monkeypatch: pytest.MonkeyPatch, family: str, batch_kind: str
 ) -> None:
     """R5: a row's bytes turn to NaN as soon as it is free, host bytes as soon as they are given back."""
-    monkeypatch.setattr("batond.daemon.engine.local.copier_for", lambda _: LateCopier())
+    monkeypatch.setattr("batond.daemon.engine.queries.tiers.copier_for", lambda _: LateCopier())
     model = make_family(family)
     engine = make_engine(model, rows=3, batch=batch_kind, chunk_tokens=4, max_query_tokens=40)
     batch, rng = engine.residency.batch, random.Random(2)
