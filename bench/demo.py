@@ -6,13 +6,15 @@ as two tenants and an operator. What it checks, it checks on the answers the ten
 
 from __future__ import annotations
 
+import signal
+import sys
 import tempfile
 import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -128,6 +130,7 @@ class LiveView:
 
 def run(console: Console) -> Outcome:
     """Run the whole story; see the module's docstring."""
+    signal.signal(signal.SIGTERM, _leave)  # Else the daemon would outlive us.
     engine = {"rows": ROWS, "max_query_tokens": 1024, "host_pool_bytes": 1 << 28}
     with tempfile.TemporaryDirectory(prefix="batond-demo-") as name:
         daemon = LocalDaemon(Path(name), list(LONG_PROMPTS), model={"path": "smollm2"}, engine=engine)
@@ -142,6 +145,11 @@ def run(console: Console) -> Outcome:
             return _story(console, daemon)
         finally:
             daemon.stop()
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    """End as the signal asks, by way of every `finally`."""
+    sys.exit(128 + number)
 
 
 def _story(console: Console, daemon: LocalDaemon) -> Outcome:
