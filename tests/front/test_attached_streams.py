@@ -55,6 +55,25 @@ class OpenCalls:
         return self._expels
 
 
+def servicer_of(store: Any, follower: Any, *, expels: bool = False, draining: bool = False) -> JobServicer:
+    """A servicer of these two; nothing else of it is asked for more than whether the daemon drains."""
+    calls: Any = OpenCalls(expels=expels)
+    loose: Any = SimpleNamespace(draining=draining)
+    return JobServicer(
+        calls=calls,
+        store=store,
+        follower=follower,
+        hub=Hub(),
+        dispatcher=loose,
+        neighbours=loose,
+        reader=loose,
+        classes=loose,
+        metrics=loose,
+        result_ttl_s=1,
+        max_message_bytes=1,
+    )
+
+
 @pytest.mark.parametrize(
     ("error", "expels", "cancelled"),
     [
@@ -69,20 +88,7 @@ async def test_only_a_client_that_leaves_ends_its_job(
 ) -> None:
     """C2: closing an attached stream cancels; a moment without Redis does not."""
     store: Any = Store()
-    loose: Any = SimpleNamespace(draining=False)
-    servicer = JobServicer(
-        calls=OpenCalls(expels=bool(expels)),  # type: ignore[arg-type]
-        store=store,
-        follower=BrokenFollower(error),  # type: ignore[arg-type]
-        hub=Hub(),
-        dispatcher=loose,
-        neighbours=loose,
-        reader=loose,
-        classes=loose,
-        metrics=loose,
-        result_ttl_s=1,
-        max_message_bytes=1,
-    )
+    servicer = servicer_of(store, BrokenFollower(error), expels=bool(expels))
 
     async def accepted(*_: Any) -> tuple[Any, bool, Any]:
         return RECORD, True, None
@@ -98,20 +104,7 @@ async def test_only_a_client_that_leaves_ends_its_job(
 
 async def test_a_daemon_that_drains_sends_its_callers_elsewhere() -> None:
     """V2: it says that it is shutting down, where to go, and when to come back."""
-    loose: Any = SimpleNamespace(draining=True)
-    servicer = JobServicer(
-        calls=OpenCalls(expels=False),  # type: ignore[arg-type]
-        store=loose,
-        follower=loose,
-        hub=Hub(),
-        dispatcher=loose,
-        neighbours=loose,
-        reader=loose,
-        classes=loose,
-        metrics=loose,
-        result_ttl_s=1,
-        max_message_bytes=1,
-    )
+    servicer = servicer_of(SimpleNamespace(), SimpleNamespace(), draining=True)
     with pytest.raises(UnavailableError, match=r"shutting down.*another daemon.*again later") as caught:
         await servicer.GenerateStream(
             jobs_pb2.GenerateStreamRequest(), SimpleNamespace(time_remaining=lambda: None)
