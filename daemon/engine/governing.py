@@ -20,7 +20,6 @@ from batond.daemon.memory.governor import (
     Demand,
     Governor,
     MemoryLimits,
-    MemoryState,
     MemoryStatus,
     OwnUse,
     Watermarks,
@@ -30,6 +29,7 @@ from batond.daemon.memory.governor import (
 from batond.daemon.memory.nvml import NvmlSource
 from batond.daemon.memory.readings import HostSource, ReadingLost
 from batond.daemon.memory.watch import DEFAULT_INTERVAL_S, MemoryWatch, read_within
+from batond.daemon.wire.messages import GovernorState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +49,7 @@ EMPTY_CACHE_EVERY_S: Final = 1.0
 #: More than any context takes: a neighbour came while it was measured.
 MOST_CONTEXT_BYTES: Final = 2 << 30
 
-_PRESSED: Final = frozenset({MemoryState.SHRINKING, MemoryState.CRITICAL})
+_PRESSED: Final = frozenset({GovernorState.SHRINKING, GovernorState.CRITICAL})
 
 
 class Governing:
@@ -215,7 +215,7 @@ class Governing:
         self._decided, self._limits = (sample, demand), limits
         self._seen = sample or self._seen
         if before is None or before.state is not limits.state:
-            level = logging.WARNING if limits.state is MemoryState.CRITICAL else logging.INFO
+            level = logging.WARNING if limits.state is GovernorState.CRITICAL else logging.INFO
             _log.log(
                 level,
                 "memory %s: %s; %d of %d rows, %s bytes of KV",

@@ -19,9 +19,10 @@ from sawing:
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from batond.daemon.wire.messages import GovernorState
 
 if TYPE_CHECKING:
     from batond.daemon.memory.readings import MemoryReading
@@ -35,16 +36,6 @@ GROW_AFTER_S: Final = 1.0
 PEAK_WINDOW_S: Final = 300.0
 
 _GIB: Final = 1 << 30
-
-
-class MemoryState(enum.StrEnum):
-    """What the governor is at."""
-
-    STEADY = "steady"  # Within the watermarks.
-    SHRINKING = "shrinking"  # Above high: the budget was lowered, and not all is given back yet.
-    CRITICAL = "critical"  # Above critical: nothing new begins.
-    GROWING = "growing"  # Below low: the budget is raised step by step.
-    LOST = "lost"  # No reading: limits may fall, never rise.
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +130,7 @@ class MemoryLimits:
 
     rows: int
     kv_budget_bytes: int | None
-    state: MemoryState
+    state: GovernorState
     reason: str
     keep_pooled_bytes: int | None = None
 
@@ -236,13 +227,13 @@ class Governor:
         state, budget = self._move(at_low, at_high, reading.total_bytes, now_s)
         used = reading.total_bytes - reading.free_bytes
         if used > self._marks.critical * reading.total_bytes:
-            state = MemoryState.CRITICAL
+            state = GovernorState.CRITICAL
         elif used + self._reserve(own) > self._marks.high * reading.total_bytes:
-            state = MemoryState.SHRINKING
+            state = GovernorState.SHRINKING
         reason = self._reason(state, reading, demand, at_high)
         return _limits(state, reason, budget, own, demand)
 
-    def _move(self, at_low: int, at_high: int, total_bytes: int, now_s: float) -> tuple[MemoryState, int]:
+    def _move(self, at_low: int, at_high: int, total_bytes: int, now_s: float) -> tuple[GovernorState, int]:
         """Lower the budget at once, raise it in steps, or leave it."""
         budget = self._budget_bytes
         if budget is None:
@@ -250,10 +241,10 @@ class Governor:
         if budget > max(0, at_high):
             self._budget_bytes = max(0, (at_low + at_high) // 2)
             self._lowered_s = now_s
-            return MemoryState.SHRINKING, self._budget_bytes
-        state = MemoryState.STEADY
+            return GovernorState.SHRINKING, self._budget_bytes
+        state = GovernorState.STEADY
         if budget < at_low:
-            state = MemoryState.GROWING
+            state = GovernorState.GROWING
             if now_s - self._lowered_s >= GROW_AFTER_S and now_s - self._raised_s >= GROW_EVERY_S:
                 budget = min(at_low, budget + max(1, int(total_bytes * GROW_FRACTION)))
                 self._raised_s = now_s
@@ -265,9 +256,9 @@ class Governor:
         why = trouble or "there is no reading yet"
         if self._budget_bytes is None:
             reason = f"{why}; nothing more begins than what runs"
-            return MemoryLimits(max(1, demand.running), None, MemoryState.LOST, reason)
+            return MemoryLimits(max(1, demand.running), None, GovernorState.LOST, reason)
         self._budget_bytes = min(self._budget_bytes, max(0, self._room(self._marks.high, own)))
-        return _limits(MemoryState.LOST, f"{why}; limits are held", self._budget_bytes, own, demand)
+        return _limits(GovernorState.LOST, f"{why}; limits are held", self._budget_bytes, own, demand)
 
     def _room(self, mark: float, own: OwnUse) -> int:
         """KV, parked or not, that fits under a watermark beside everything else; below 0 if nothing does."""
@@ -285,11 +276,11 @@ class Governor:
             most = self._standing_bytes + self._marks.reserve_bytes
         return max(0, most - own.outside_bytes)
 
-    def _reason(self, state: MemoryState, reading: MemoryReading, demand: Demand, at_high: int) -> str:
+    def _reason(self, state: GovernorState, reading: MemoryReading, demand: Demand, at_high: int) -> str:
         used = reading.total_bytes - reading.free_bytes
-        if state is MemoryState.STEADY:
+        if state is GovernorState.STEADY:
             return "all is within the watermarks"
-        if state is MemoryState.GROWING:
+        if state is GovernorState.GROWING:
             return f"{_gib(reading.free_bytes)} are free: the batch may take more, step by step"
         if used <= self._marks.high * reading.total_bytes:
             total = _gib(reading.total_bytes)
@@ -301,11 +292,11 @@ class Governor:
         return f"{over}; one query goes on all the same" if at_high < demand.least_bytes else over
 
 
-def _limits(state: MemoryState, reason: str, budget: int, own: OwnUse, demand: Demand) -> MemoryLimits:
+def _limits(state: GovernorState, reason: str, budget: int, own: OwnUse, demand: Demand) -> MemoryLimits:
     """Put the bounds below which nothing would move under what was decided."""
     budget = max(budget, demand.least_bytes, 0)
-    presses = state in {MemoryState.SHRINKING, MemoryState.CRITICAL}
-    rows = demand.rows if state is not MemoryState.CRITICAL else min(demand.running, demand.rows)
+    presses = state in {GovernorState.SHRINKING, GovernorState.CRITICAL}
+    rows = demand.rows if state is not GovernorState.CRITICAL else min(demand.running, demand.rows)
     keep = 0 if presses else max(0, budget - own.committed_bytes - own.parked_bytes)
     return MemoryLimits(max(1, rows), budget, state, reason, keep)
 

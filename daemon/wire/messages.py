@@ -275,11 +275,11 @@ class GovernorState(enum.StrEnum):
     """What the memory governor does; the contract's `GovernorState`."""
 
     OFF = "off"  # there is none: the batch has what it was given at its start
-    STEADY = "steady"  # free memory lies between the watermarks
-    SHRINKING = "shrinking"  # others need memory
-    CRITICAL = "critical"  # hardly any is free
-    GROWING = "growing"  # the batch may hold more
-    LOST = "lost"  # no readings: it may shrink, never grow
+    STEADY = "steady"  # within the watermarks
+    SHRINKING = "shrinking"  # above high: the budget was lowered, and not all is given back yet
+    CRITICAL = "critical"  # above critical: nothing new begins
+    GROWING = "growing"  # below low: the budget is raised step by step
+    LOST = "lost"  # no reading: limits may fall, never rise
 
 
 class MemorySnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

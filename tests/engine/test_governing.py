@@ -12,11 +12,11 @@ import torch
 from batond.daemon.engine import governing, process
 from batond.daemon.engine.governing import Governing, make_governing, measure_own_use
 from batond.daemon.errors import ConfigError
-from batond.daemon.memory.governor import Governor, MemoryState, OwnUse
+from batond.daemon.memory.governor import Governor, OwnUse
 from batond.daemon.memory.readings import HostSource, MemoryReading, ReadingLost
 from batond.daemon.memory.use import ArenaUse
 from batond.daemon.requests.params import SamplingParams
-from batond.daemon.wire.messages import Stop
+from batond.daemon.wire.messages import GovernorState, Stop
 from batond.daemon.wire.settings import MemorySettings
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def test_a_neighbour_takes_most_of_the_memory_and_leaves(
     """M8: in steps; the batch shrinks and grows again, and every query has the tokens of its solo run."""
     engine = governed()
     queries = submit(engine, rng, 26)
-    states: set[MemoryState] = set()
+    states: set[GovernorState] = set()
     script = {8: 200, 16: 400, 24: 600, 50: 300, 60: 0}
     for step in range(4000):
         around.wanted_tokens = script.get(step, around.wanted_tokens)
@@ -121,7 +121,7 @@ def test_a_neighbour_takes_most_of_the_memory_and_leaves(
     for query in queries:
         expected = solo(llama, query.prompt_token_ids, query.sampling.max_tokens)
         assert query.output_token_ids == expected, query.query_id
-    assert {MemoryState.STEADY, MemoryState.SHRINKING, MemoryState.GROWING} <= states
+    assert {GovernorState.STEADY, GovernorState.SHRINKING, GovernorState.GROWING} <= states
     pool = engine.residency.store.pool
     assert pool.used_bytes == engine.residency.sessions.nbytes == 0
     for _ in range(400):
@@ -129,7 +129,7 @@ def test_a_neighbour_takes_most_of_the_memory_and_leaves(
     status = engine.memory_status
     assert status is not None
     assert status.limits.kv_budget_bytes == int(0.87 * status.total_bytes)
-    assert status.limits.state is MemoryState.STEADY
+    assert status.limits.state is GovernorState.STEADY
 
 
 def test_one_query_goes_on_when_nothing_is_left(
@@ -148,7 +148,7 @@ def test_one_query_goes_on_when_nothing_is_left(
         assert query.output_token_ids == solo(llama, query.prompt_token_ids, query.sampling.max_tokens)
     status = engine.memory_status
     assert status is not None
-    assert status.limits.state is MemoryState.CRITICAL
+    assert status.limits.state is GovernorState.CRITICAL
 
 
 def test_lost_readings_hold_the_limits_and_jobs_finish(
@@ -171,7 +171,7 @@ def test_lost_readings_hold_the_limits_and_jobs_finish(
         status = engine.memory_status
         assert status is not None
         assert status.limits.kv_budget_bytes == held
-    assert status.limits.state is MemoryState.LOST
+    assert status.limits.state is GovernorState.LOST
     assert "Unknown Error" in status.limits.reason
     assert status.readings_lost == 1
     for query in queries:
@@ -181,7 +181,7 @@ def test_lost_readings_hold_the_limits_and_jobs_finish(
         engine.tend()
     status = engine.memory_status
     assert status is not None
-    assert status.limits.state is MemoryState.STEADY
+    assert status.limits.state is GovernorState.STEADY
     assert status.limits.kv_budget_bytes is not None
     assert held is not None
     assert status.limits.kv_budget_bytes > held
@@ -282,7 +282,7 @@ def test_pools_are_given_back_when_a_neighbour_wants_memory() -> None:
     memory.used = 1000
     limits = governed.limits(0, lambda: 0)
     assert limits is not None
-    assert (limits.state, batch.trims[-1]) == (MemoryState.CRITICAL, 0)
+    assert (limits.state, batch.trims[-1]) == (GovernorState.CRITICAL, 0)
     assert governed.wait_s <= 0.125
 
 
@@ -493,7 +493,7 @@ def test_an_idle_engine_process_tends_its_memory(
     assert max(waits) <= 0.125
     status = engine.memory_status
     assert status is not None
-    assert status.limits.state is MemoryState.CRITICAL
+    assert status.limits.state is GovernorState.CRITICAL
     engine.close()
 
 

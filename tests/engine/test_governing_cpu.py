@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from batond.daemon.engine.governing import Governing
-from batond.daemon.memory.governor import Governor, MemoryState, OwnUse
+from batond.daemon.memory.governor import Governor, OwnUse
 from batond.daemon.memory.readings import MemoryReading
 from batond.daemon.memory.use import ArenaUse
+from batond.daemon.wire.messages import GovernorState
 
 GIB = 1 << 30
 TOTAL = 64 * GIB
@@ -58,7 +59,7 @@ class Host:
 
     def close(self) -> None: ...
 
-    def step(self) -> MemoryState:
+    def step(self) -> GovernorState:
         """Obey the limits as the planner does: over the budget rows are parked, within it they come back."""
         self.now_s += 0.3
         limits = self.governing.limits(self.rows, lambda: ROW if self.rows else 0, self.rows * ROW)
@@ -117,7 +118,7 @@ def test_a_neighbour_comes_and_goes(wants: int, parks: int) -> None:
     for _ in range(100):
         host.step()
     assert (host.rows, host.parked, host.waiting) == (held, 0, 0)
-    assert host.step() is MemoryState.STEADY
+    assert host.step() is GovernorState.STEADY
     assert host.parks <= parks
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batond.daemon.engine.queries.view import memory_snapshot
-from batond.daemon.memory.governor import MemoryLimits, MemoryState, MemoryStatus, OwnUse
+from batond.daemon.memory.governor import MemoryLimits, MemoryStatus, OwnUse
 from batond.daemon.requests.params import SamplingParams
 from batond.daemon.wire.messages import GovernorState
 
@@ -45,7 +45,7 @@ def test_the_tighter_bound_is_shown(
     shown: int | None,
 ) -> None:
     residency = make_engine(llama, rows=2, batch="padded").residency
-    for state in MemoryState:
+    for state in GovernorState:
         limits = MemoryLimits(rows=1, kv_budget_bytes=allowed, state=state, reason="why")
         status = MemoryStatus(limits, 100, 60, OwnUse(committed_bytes=30), other_bytes=10, readings_lost=0)
         memory = memory_snapshot(residency, status, configured)

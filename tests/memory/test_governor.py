@@ -18,12 +18,12 @@ from batond.daemon.memory.governor import (
     Demand,
     Governor,
     MemoryLimits,
-    MemoryState,
     OwnUse,
     Watermarks,
     other_bytes,
 )
 from batond.daemon.memory.readings import MemoryReading
+from batond.daemon.wire.messages import GovernorState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,7 @@ def test_the_budget_is_what_fits_under_the_mark_beside_everything_else() -> None
     memory.others_bytes = 20 * GIB
     first = memory.tick()
     assert budget(first) == int(0.87 * TOTAL) - 20 * GIB - 10 * GIB - GIB // 2
-    assert (first.state, first.rows) == (MemoryState.STEADY, 8)
+    assert (first.state, first.rows) == (GovernorState.STEADY, 8)
     memory.fill(budget(first))
     assert memory.total_bytes - memory.free_bytes == int(0.87 * TOTAL), "taken in full it is at low"
     assert memory.settle() == replace(first, keep_pooled_bytes=0)
@@ -131,7 +131,7 @@ def test_pages_that_no_token_fills_are_not_promised_again() -> None:
     memory.own = replace(memory.own, committed_bytes=first + 8 * GIB, slack_bytes=8 * GIB)
     for _ in range(2):
         limits = memory.tick()
-    assert limits.state is MemoryState.SHRINKING
+    assert limits.state is GovernorState.SHRINKING
     memory.own = replace(memory.own, committed_bytes=budget(limits) + 8 * GIB)
     assert memory.total_bytes - memory.free_bytes <= 0.92 * TOTAL
     memory = Memory()
@@ -149,7 +149,7 @@ def test_above_high_one_decision_brings_free_memory_back() -> None:
     memory.fill(budget(memory.tick()))
     memory.neighbours_want(12 * GIB)
     limits = memory.tick()
-    assert limits.state is MemoryState.CRITICAL
+    assert limits.state is GovernorState.CRITICAL
     memory.fill(budget(limits))
     assert memory.total_bytes - memory.free_bytes <= 0.92 * TOTAL
     assert memory.settle(10).kv_budget_bytes == limits.kv_budget_bytes, "and nothing more is asked"
@@ -174,7 +174,7 @@ def test_pools_go_first_and_at_once() -> None:
     assert budget(limits) - 10 * GIB == limits.keep_pooled_bytes, "over the budget, but not over high"
     memory.others_bytes = 10 * GIB
     limits = memory.tick()
-    assert limits.state is MemoryState.SHRINKING
+    assert limits.state is GovernorState.SHRINKING
     assert limits.keep_pooled_bytes == 0
     assert budget(limits) > 10 * GIB, "nobody is parked for it"
 
@@ -185,7 +185,7 @@ def test_nothing_new_begins_while_it_is_critical() -> None:
     memory.demand = Demand(rows=8, running=3)
     memory.others_bytes = 48 * GIB
     limits = memory.tick()
-    assert (limits.state, limits.rows, limits.keep_pooled_bytes) == (MemoryState.CRITICAL, 3, 0)
+    assert (limits.state, limits.rows, limits.keep_pooled_bytes) == (GovernorState.CRITICAL, 3, 0)
     assert "48.0 GiB by others" in limits.reason
     memory.fill(30 * GIB)
     assert memory.tick().rows == 8
@@ -201,7 +201,7 @@ def test_it_grows_in_bounded_steps_and_not_at_once() -> None:
     memory.others_bytes = 0
     seen = [low]
     while budget(limits := memory.tick()) == low:
-        assert limits.state is MemoryState.GROWING
+        assert limits.state is GovernorState.GROWING
     assert memory.now_s - lowered_s >= GROW_AFTER_S
     last_s = memory.now_s
     seen.append(budget(limits))
@@ -213,7 +213,7 @@ def test_it_grows_in_bounded_steps_and_not_at_once() -> None:
             last_s = memory.now_s
             seen.append(now)
     assert seen[-1] == full
-    assert memory.tick().state is MemoryState.STEADY
+    assert memory.tick().state is GovernorState.STEADY
     steps = -(-(full - low) // int(TOTAL * GROW_FRACTION))
     assert len(seen) - 1 <= steps + 1, "back within seconds"
 
@@ -226,21 +226,21 @@ def test_without_readings_limits_are_held_and_never_raised() -> None:
     memory.others_bytes = 0
     for _ in range(200):
         limits = memory.tick(lost=True)
-        assert (limits.state, budget(limits), limits.rows) == (MemoryState.LOST, held, 8)
+        assert (limits.state, budget(limits), limits.rows) == (GovernorState.LOST, held, 8)
     assert "limits are held" in limits.reason
     memory.own = replace(memory.own, outside_bytes=25 * GIB)
     less = budget(memory.tick(lost=True))
     assert less < held, "our own growth counts, blind or not"
     memory.own = replace(memory.own, outside_bytes=10 * GIB)
     assert budget(memory.tick(lost=True)) == less
-    assert memory.settle().state is MemoryState.STEADY
+    assert memory.settle().state is GovernorState.STEADY
 
 
 def test_before_the_first_reading_nothing_more_begins() -> None:
     memory = Memory()
     memory.demand = Demand(rows=8, running=2)
     limits = memory.tick(lost=True)
-    assert (limits.state, limits.rows, limits.kv_budget_bytes) == (MemoryState.LOST, 2, None)
+    assert (limits.state, limits.rows, limits.kv_budget_bytes) == (GovernorState.LOST, 2, None)
     memory.demand = IDLE
     assert memory.tick(lost=True).rows == 1
 
@@ -311,7 +311,7 @@ def test_it_never_oscillates_on_constant_input(
     assert not any(after != seen[-1] for after in seen[-40:])
     states = {memory.tick().state for _ in range(20)}
     assert len(states) == 1
-    assert MemoryState.GROWING not in states
+    assert GovernorState.GROWING not in states
 
 
 @given(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from batond.daemon.wire.messages import (
-    GovernorState,
     MemorySnapshot,
     QuerySnapshot,
     QueryState,
@@ -158,7 +157,7 @@ def memory_snapshot(
         shown,
         kv_budget_bytes=min(budgets, default=None),
         row_limit=limits.rows,
-        governor=GovernorState(limits.state.value),
+        governor=limits.state,
         reason=limits.reason,
         total_bytes=status.total_bytes,
         free_bytes=status.free_bytes,
