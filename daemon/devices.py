@@ -1,4 +1,4 @@
-"""Which device a model is loaded on, asked of torch."""
+"""Which device a model is loaded on, asked of torch; and which card "cuda" is."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def chosen_device(asked: str) -> str:
             device=asked,
         )
     return asked
+
+
+def numbered(device: torch.device | str) -> torch.device:
+    """The device, a card by its number: "cuda" alone is the current card.
+
+    Tensors say where they are by number, some of torch's functions want one, and what the current card is
+    depends on the thread. Whoever takes a device in asks once, and hands on what it was told.
+    """
+    where = torch.device(device)
+    index: int | None = where.index  # None of "cuda" and "cpu", whatever the annotation says.
+    if where.type != "cuda" or index is not None:
+        return where
+    return torch.device("cuda", torch.cuda.current_device())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import psutil
 import torch
 
+from batond.daemon.devices import numbered
 from batond.daemon.errors import ConfigError
 from batond.daemon.memory.governor import (
     Demand,
@@ -319,12 +320,14 @@ def make_governing(settings: MemorySettings, device_name: str, *, arena: str = "
         None where it is off: as configured; by itself on a CPU, whose memory is everybody's, and on a card
         whose arena is not asked to be elastic: NVML, which may hang, is not asked in vain.
     """
-    mode, device = settings.governor, torch.device(device_name)
-    if mode == "off" or (mode == "auto" and (device.type != "cuda" or arena != "elastic")):
+    mode = settings.governor
+    on_card = torch.device(device_name).type == "cuda"
+    if mode == "off" or (mode == "auto" and (not on_card or arena != "elastic")):
         return None
+    device = numbered(device_name)
     source: MemorySource = HostSource()
     context_bytes = 0
-    if device.type == "cuda":
+    if on_card:
         properties = torch.cuda.get_device_properties(device)
         uuid = getattr(properties, "uuid", "")  # Other makers' cards have none, and no NVML.
         card = functools.partial(NvmlSource, str(uuid), int(properties.total_memory))

@@ -1,7 +1,8 @@
-"""A real card by NVML, and a real neighbour on it. Run by hand: `pytest -m gpu tests/memory`."""
+"""A real card by NVML, and a real neighbour on it. Run by hand, without -n: `pytest -m gpu tests/memory`."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card"),
+    pytest.mark.skipif(
+        "PYTEST_XDIST_WORKER" in os.environ, reason="measures the memory of the whole card: run it without -n"
+    ),
 ]
 
 GIB = 1 << 30

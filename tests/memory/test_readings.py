@@ -65,11 +65,15 @@ def test_an_unreadable_system_is_a_lost_reading(tmp_path: Path, error: Exception
 
 
 def test_this_host_can_be_read() -> None:
-    """A real system: what this process takes is seen."""
+    """A real system: what this process takes is seen, unless others give as much back each time."""
     source = HostSource()
-    before = source.read()
-    assert 0 < before.free_bytes < before.total_bytes
-    block = bytearray(256 * MIB)
-    block[::4096] = b"x" * len(block[::4096])
-    assert source.read().free_bytes < before.free_bytes - 64 * MIB
+
+    def is_seen() -> bool:
+        before = source.read()
+        assert 0 < before.free_bytes < before.total_bytes
+        block = bytearray(256 * MIB)
+        block[::4096] = b"x" * len(block[::4096])
+        return source.read().free_bytes < before.free_bytes - 64 * MIB
+
+    assert any(is_seen() for _ in range(10))
     source.close()

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
+from batond.daemon.devices import numbered
 from batond.daemon.engine.model.columns import put, use_column_layers
 from batond.daemon.engine.model.positions import RowPositions, position_limit
 from batond.daemon.engine.model.recipe import Recipe, make_mask
@@ -56,7 +57,7 @@ class CausalModel:
 
     Attributes:
         model: The model, in evaluation mode, untouched otherwise.
-        device: Where its weights are.
+        device: Where its weights are; a card by its number.
         dtype: Of its weights.
         vocab_size: Width of the logits.
         eos_token_ids: Ids that end a generation.
@@ -72,7 +73,7 @@ class CausalModel:
     def __init__(self, model: Any, device: str | torch.device) -> None:
         if not all(hasattr(model, name) for name in ("forward", "config", "to", "dtype")):
             raise UnsupportedModelError(f"{type(model).__name__} is no Hugging Face causal language model")
-        self.device = torch.device(device)
+        self.device = numbered(device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # Triton and graphs use the current one.
         self.model = model.to(self.device).eval()

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from batond.bench import families
-from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.batch.card_steps import NO_CARD, CardUse
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.ring import RingBatch
@@ -23,7 +22,6 @@ from batond.daemon.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from batond.daemon.engine import LocalEngine
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.offload.slice import KVSlice
 
@@ -171,36 +169,14 @@ def test_what_the_kernels_can_not_do_is_refused(family: str, device: str) -> Non
 
 @pytest.mark.parametrize(("family", "device"), _places(["llama", "gemma2", "gpt_oss"]), indirect=["device"])
 def test_an_engine_on_a_card_emits_the_tokens_of_one_without(
-    family: str, device: str, make_engine: Callable[..., LocalEngine]
+    family: str, device: str, play: Callable[..., Any]
 ) -> None:
     """R2: parks, resumes, rows that come free and fill again; kernels and graphs against torch."""
 
     def tokens(**options: Any) -> list[list[int]]:
-        rng = random.Random(1)
-        model = families.make_family(family)
-        engine = make_engine(
-            model, rows=4, batch="ring", chunk_tokens=8, device=device, max_query_tokens=48, **options
-        )
-        queries = [
-            engine.submit(
-                [3 + (3 + n) * place % 110 for place in range(rng.randrange(1, 24))],
-                SamplingParams(
-                    max_tokens=rng.randrange(4, 20), ignore_eos=True, temperature=0.7 * (n % 4 == 3)
-                ),
-                seed=n,
-            )
-            for n in range(12)
-        ]
-        while any(query.live for query in queries):
-            engine.step()
-            for query in queries:
-                if query.live and not query.held and rng.random() < 0.1:
-                    engine.park(query)
-                elif query.held and rng.random() < 0.5:
-                    engine.resume(query)
-        engine.check_integrity()
+        said, engine = play(family, device=device, **options)
         assert ("card's kernel" in engine.batch_reason) == options.get("kernels", True)
-        return [query.output_token_ids for query in queries]
+        return list(said)
 
     expected = tokens(kernels=False)
     assert tokens() == expected

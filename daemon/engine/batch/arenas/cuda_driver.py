@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from batond.daemon.devices import numbered
 from batond.daemon.engine.batch.arenas.driver import DriverError
 
 
@@ -43,10 +44,9 @@ class CudaDriver:
 
     def __init__(self, device: torch.device, bindings: Any = None) -> None:
         self._cuda = _bindings() if bindings is None else bindings
-        self._device = device
-        self._stream = torch.cuda.current_stream(device)
-        index: int | None = device.index
-        number = torch.cuda.current_device() if index is None else index
+        self._device = numbered(device)  # Other threads attach to it.
+        self._stream = torch.cuda.current_stream(self._device)
+        number = self._device.index
         on_device = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._memory = self._cuda.CUmemAllocationProp()
         self._memory.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

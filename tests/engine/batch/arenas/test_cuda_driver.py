@@ -94,6 +94,17 @@ def test_calls_go_to_the_card_that_was_asked_for(bindings: Bindings) -> None:
     assert freed == ("cuMemAddressFree", address, 8 << 20)
 
 
+def test_another_thread_attaches_to_the_card_by_its_number(
+    bindings: Bindings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch selects a card by number only, and what is current there is another one."""
+    attached: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", attached.append)
+    CudaDriver(torch.device("cuda"), bindings).attach()
+    assert attached == [CARD]
+
+
 def test_a_full_card_and_a_refusal_are_told_apart(bindings: Bindings) -> None:
     driver = CudaDriver(CARD, bindings)
     bindings.answers["cuMemCreate"] = (2, None)

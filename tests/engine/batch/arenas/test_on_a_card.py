@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import subprocess
 import sys
@@ -16,8 +15,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from batond.bench import families
-from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.batch.arenas.arena import ArenaShape
 from batond.daemon.engine.batch.arenas.card import CardArena
 from batond.daemon.engine.batch.arenas.choice import elastic_arena, plain_arena, why_not_elastic
@@ -29,8 +26,6 @@ from batond.daemon.engine.proof.trial import probe_layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from batond.daemon.engine import LocalEngine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,6 +72,7 @@ def test_a_card_can_be_elastic(device: torch.device) -> None:
     assert why_not_elastic(device, kernels=True) == ""
 
 
+@pytest.mark.usefixtures("whole_card")
 def test_memory_comes_and_goes_for_every_process(
     make_arena: Callable[..., CardArena], device: torch.device
 ) -> None:
@@ -123,6 +119,7 @@ def test_a_captured_step_stays_valid_while_pages_come_and_go(
         arena.release(0, [])
 
 
+@pytest.mark.usefixtures("whole_card")
 def test_a_full_card_says_so_and_the_books_stand(
     make_arena: Callable[..., CardArena], device: torch.device
 ) -> None:
@@ -149,46 +146,19 @@ def test_a_full_card_says_so_and_the_books_stand(
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_an_engine_says_the_same_with_memory_that_follows_its_rows(
-    family: str, make_engine: Callable[..., LocalEngine]
+    family: str, play: Callable[..., Any]
 ) -> None:
     """R2, M5: parks, resumes and wraps, over captured steps."""
-
-    def tokens(arena: str) -> list[list[int]]:
-        rng = random.Random(1)
-        engine = make_engine(
-            families.make_family(family),
-            rows=4,
-            batch="ring",
-            chunk_tokens=8,
-            device="cuda",
-            max_query_tokens=48,
-            arena=arena,
-            session_bytes=0,
-        )
-        assert engine.residency.batch.memory.elastic == (arena == "elastic"), engine.batch_reason
-        queries = [
-            engine.submit(
-                [3 + (3 + n) * place % 110 for place in range(rng.randrange(1, 24))],
-                SamplingParams(max_tokens=rng.randrange(4, 20), ignore_eos=True),
-                seed=n,
-            )
-            for n in range(12)
-        ]
-        while any(query.live for query in queries):
-            engine.step()
-            for query in queries:
-                if query.live and not query.held and rng.random() < 0.1:
-                    engine.park(query)
-                elif query.held and rng.random() < 0.5:
-                    engine.resume(query)
-            engine.check_integrity()
-        if arena == "elastic":
-            assert engine.residency.batch.memory.committed_bytes == 0
-        return [query.output_token_ids for query in queries]
-
-    assert tokens("elastic") == tokens("plain")
+    said = {}
+    for arena in ("plain", "elastic"):
+        said[arena], engine = play(family, device="cuda", arena=arena, session_bytes=0)
+        use = engine.residency.batch.memory
+        assert use.elastic == (arena == "elastic"), engine.batch_reason
+        assert bool(use.committed_bytes) == (arena == "plain")
+    assert said["elastic"] == said["plain"]
 
 
+@pytest.mark.usefixtures("whole_card")
 def test_what_calls_of_the_driver_cost(device: torch.device) -> None:
     """Prints microseconds a call; docs/performance.md says what was expected."""
     driver = CudaDriver(device)
@@ -213,6 +183,7 @@ def timed(times: dict[str, list[float]], name: str, call: Callable[[], Any]) -> 
     return found
 
 
+@pytest.mark.usefixtures("whole_card")
 def test_what_a_step_costs_against_a_plain_arena(device: torch.device) -> None:
     """Issue 7: at most 1 % more; printed, because a shared card's clock is no proof. Llama-2-7B, 8 layers."""
     config = LlamaConfig(num_hidden_layers=8, max_position_embeddings=2048)
