@@ -361,8 +361,8 @@ def _give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def write(path: Path, report: GpuReport) -> None:
-    """Write everything as JSON."""
+def write(path: Path, report: Any) -> None:
+    """Write a report, a dataclass, as JSON."""
     path.write_text(json.dumps(plain(report), indent=2) + "\n")
 
 
