@@ -202,6 +202,7 @@ class EngineConfig(Section):
         kernels: Decode on a card through the ring's own kernels, where they are exact for the model.
         graphs: Capture the decode step on a card, where it can be; needs the kernels.
         compiled: Compile the small parts of captured steps.
+        overlap: Begin a captured step before the books of the last one are done.
         arena: What the ring's memory is: `plain`, `elastic` or `auto`; see `LocalEngine`.
         threads: CPU threads of torch; 0 keeps torch's choice.
     """
@@ -226,6 +227,7 @@ class EngineConfig(Section):
     kernels: bool = True
     graphs: bool = True
     compiled: bool = True
+    overlap: bool = True
     arena: Literal["auto", "plain", "elastic"] = "auto"
     threads: int = Field(default=0, ge=0, le=4096)
 

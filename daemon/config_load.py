@@ -187,6 +187,7 @@ def engine_settings(settings: Settings) -> EngineSettings:
         kernels=engine.kernels,
         graphs=engine.graphs,
         compiled=engine.compiled,
+        overlap=engine.overlap,
         arena=engine.arena,
         threads=engine.threads,
         memory=_memory_settings(settings.memory),

@@ -42,6 +42,7 @@ from batond.daemon.engine.queries.tiers import close_store, open_store
 from batond.daemon.engine.queries.view import free_bytes, memory_snapshot, snapshot
 from batond.daemon.engine.sampling.sampler import Sampler
 from batond.daemon.engine.sampling.text import TextStream
+from batond.daemon.engine.step.ahead import Ahead
 from batond.daemon.engine.step.choosing import Choosing
 from batond.daemon.engine.step.decode import Decode
 from batond.daemon.engine.step.prompts import Prompts
@@ -114,6 +115,8 @@ class LocalEngine:
         kernels: Decode on a card through the ring's own kernels, where they are exact for the model.
         graphs: Capture the decode step on a card, where it can be; needs the kernels.
         compiled: Compile the small parts of captured steps, where that is exact for the model.
+        overlap: Begin a step before the books of the last one are done, where graphs are captured; the tokens
+            are the same. See `step/ahead.py`.
         arena: What the ring's memory is: "plain" has all of it from the start; "elastic" follows the rows,
             and the ring may be larger than memory; "auto" follows them on the CPU, in a ring that fits.
         session_bytes: Most bytes of pool and files for slices of finished turns, which give way to parked
@@ -131,6 +134,8 @@ class LocalEngine:
         chunkable: Whether a prompt may be computed in parts, and a kept slice be extended by a prompt.
         preemption_mode: "offload" or "recompute".
         on_plan: Called with each plan before anything of it is computed; None is nobody.
+        arrivals: Asked whether anything has come that the next step should know of before it is begun; None
+            is nobody. Must be cheap: the card waits for the answer.
         keeps_sessions: Whether finished turns are kept. Not where a slice can't be extended exactly by a
             prompt, with inline prefill, or without room.
 
@@ -163,6 +168,7 @@ class LocalEngine:
         kernels: bool = True,
         graphs: bool = True,
         compiled: bool = True,
+        overlap: bool = True,
         arena: str = "auto",
         session_bytes: int | None = None,
         session_ttl_s: float = DEFAULT_TTL_S,
@@ -188,7 +194,7 @@ class LocalEngine:
         self.model = model if isinstance(model, CausalModel) else CausalModel(model, device)
         self.deterministic = deterministic
         self.classes = classes or SlaClasses()
-        self._inline = prefill == "inline"
+        self._inline, self._overlap = prefill == "inline", overlap
         self._gate = gate
         self._ready_limit = 0 if self._inline else ready_limit
         self._kv_budget_bytes = kv_budget_bytes
@@ -220,6 +226,7 @@ class LocalEngine:
             undo.callback(close_store, store)
             self._assemble(serving, store, session_bytes if self.keeps_sessions else 0, session_ttl_s)
             self.on_plan: Callable[[Plan], None] | None = None
+            self.arrivals: Callable[[], bool] | None = None
             self._governor = governor
             if governor is not None:
                 undo.callback(governor.close)
@@ -278,7 +285,10 @@ class LocalEngine:
             divisible=self.chunkable,
             grid_tokens=self._chunk_tokens if self.deterministic else None,
         )
-        self._decode = Decode(self.residency, self._sampler, choosing, self._life, self._relief)
+        self._ahead = Ahead(self.residency, self._roster, self.model.eos_token_ids)
+        self._decode = Decode(
+            self.residency, self._sampler, choosing, self._life, self._relief, ahead=self._ahead
+        )
         self._admission = Admission(
             self._sampler,
             vocab_size=self.model.vocab_size,
@@ -604,7 +614,8 @@ class LocalEngine:
         """Plan, prefill, park, place, decode; returns whether anything moved.
 
         The copy for the likely next resume is begun before the decode, which on a GPU it runs beside. While
-        nothing finds memory, a step only waits a moment.
+        nothing finds memory, a step only waits a moment. Where the decode was begun in the step before, its
+        rows are fixed: who is to get one, or to lose one, does in the next.
         """
         self.counters["steps"] += 1
         if self._relief.pausing():
@@ -613,6 +624,11 @@ class LocalEngine:
         began_s = time.perf_counter()
         self.residency.settle()
         plan = self._plan()
+        held_back = self._ahead.begun and plan.moves_rows
+        go_on = None if plan.chunks or held_back or not self._overlap else self._may_go_on
+        if self._ahead.begun:
+            plan = plan.without_moves()
+        self._note_reasons(plan)
         if self.on_plan is not None:
             self.on_plan(plan)
         self._spilling.write_ahead()
@@ -624,7 +640,7 @@ class LocalEngine:
             self._give_rows((*plan.resume, *plan.admit), plan.reasons)
         if not self._relief.struck:
             self._load_ahead(plan.prefetch)
-        decoded = self._decode.run()
+        decoded = self._decode.run(go_on)
         calm = not self._relief.struck
         self._relief.note_step(decoded=decoded, prompts=bool(chunks), rows=self.rows)
         if self._chunk_budget is not None and decoded and calm and not (plan.park or plan.resume):
@@ -649,9 +665,11 @@ class LocalEngine:
             gate=self._gate,
             fixed_chunks=self.deterministic,
         )
-        plan = self._roster.plan(view)
-        self._note_reasons(plan)
-        return plan
+        return self._roster.plan(view)
+
+    def _may_go_on(self) -> bool:
+        """Whether the next decode may be begun before the books of this one are done."""
+        return not self._relief.struck and (self.arrivals is None or not self.arrivals())
 
     def _limits(self, taken_bytes: int = 0) -> tuple[int, int | None]:
         """Rows, and bytes of KV (None is no bound), that the batch may take now."""

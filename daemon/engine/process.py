@@ -90,6 +90,7 @@ class EngineProcess:
         self._idle_wait_s = min(HEARTBEAT_S, engine.tend_every_s)
         engine.on_event = self._events.append
         engine.on_plan = self._begin
+        engine.arrivals = self._command_waits
 
     def run(self) -> None:
         """Step until the front says stop or is gone."""
@@ -108,6 +109,10 @@ class EngineProcess:
         if new := planned - self._begun:
             self._begun = {query_id for query_id in self._begun if query_id in self._engine.queries} | new
             self._channel.send(Begins(query_ids=sorted(new)))
+
+    def _command_waits(self) -> bool:
+        """Whether the front has said something; a step begun before it is heard would make it wait."""
+        return self._channel.waiting()
 
     def _apply(self, command: Command) -> None:
         match command:
@@ -244,6 +249,7 @@ def build_engine(settings: EngineSettings) -> LocalEngine:
         kernels=settings.kernels,
         graphs=settings.graphs,
         compiled=settings.compiled,
+        overlap=settings.overlap,
         arena=settings.arena,
         limits=PlannerLimits(quantum_tokens=settings.quantum_tokens, max_parks=settings.max_parks),
         session_bytes=None if settings.session_bytes < 0 else settings.session_bytes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -112,3 +112,16 @@ class Plan:
     def empty(self) -> bool:
         """Whether nothing is to be done besides decoding."""
         return not (self.chunks or self.park or self.resume or self.admit)
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether anybody is to get a row or to lose one."""
+        return bool(self.park or self.resume or self.admit)
+
+    def without_moves(self) -> Plan:
+        """The same without anybody getting or losing a row, for a step whose rows are fixed already."""
+        if not self.moves_rows:
+            return self
+        moved = {*self.resume, *self.admit}
+        reasons = {query_id: reason for query_id, reason in self.reasons.items() if query_id not in moved}
+        return replace(self, park=(), resume=(), admit=(), reasons=reasons)

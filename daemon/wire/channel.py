@@ -98,6 +98,8 @@ class EngineChannel:
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
         self._send_lock = threading.Lock()
         self._closed = False
+        self._poller = select.poll()  # Not select(): it fails on descriptors above 1023.
+        self._poller.register(self._socket, select.POLLIN)
 
     def fileno(self) -> int:
         """The file descriptor, for use with select."""
@@ -134,15 +136,17 @@ class EngineChannel:
             raise ChannelClosed("the front is gone")
         return commands
 
+    def waiting(self) -> bool:
+        """Whether `poll` would find something, if only the end; takes a few microseconds."""
+        return self._readable(0.0)
+
     def close(self) -> None:
         """Close this end; the front sees the end of the stream."""
         self._closed = True
         self._socket.close()
 
     def _readable(self, timeout_s: float) -> bool:
-        poller = select.poll()  # Not select(): it fails on descriptors above 1023.
-        poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(timeout_s * 1000))
+        return bool(self._poller.poll(timeout_s * 1000))
 
     def _read_once(self) -> list[Command]:
         try:

@@ -62,6 +62,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         kernels: Decode on a card through the ring's own kernels.
         graphs: Capture the decode step on a card; needs the kernels.
         compiled: Compile the small parts of captured steps.
+        overlap: Begin a captured step before the books of the last one are done.
         arena: What the ring's memory is: "auto", "plain" or "elastic".
         threads: CPU threads of torch; 0 keeps torch's choice.
         memory: What the memory governor is told.
@@ -93,6 +94,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kernels: bool = True
     graphs: bool = True
     compiled: bool = True
+    overlap: bool = True
     arena: str = "auto"
     threads: int = 0
     memory: MemorySettings = MemorySettings()

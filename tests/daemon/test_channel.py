@@ -88,8 +88,10 @@ def test_poll_returns_at_once_with_what_is_there_and_else_waits(
     assert engine.poll(0.05) == []
     assert time.monotonic() - started_s >= 0.045
     assert engine.poll() == []
+    assert not engine.waiting()
     encoder = msgspec.msgpack.Encoder()
     pair[0].sendall(channel_module.encode_frame(encoder, Stop()))
+    assert engine.waiting()
     assert engine.poll(600.0) == [Stop()]
 
 

@@ -12,6 +12,7 @@ from batond.daemon.engine.batch.graphs import StepGraphs, StepOutput, capture_on
 from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, active_window, ignored_arguments
 from batond.daemon.engine.batch.ring_cache import ring_cache
 from batond.daemon.engine.batch.step_inputs import StepInputs
+from batond.daemon.engine.batch.token_reader import TokenReader
 from batond.daemon.engine.model.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -75,6 +76,9 @@ class CardSteps:
         self._model, self._layout, self._storage, self._state = model, layout, storage, state
         self._rows = storage.shape[0]
         self._inputs = StepInputs(self._rows, storage.device)
+        self._reader = TokenReader(self._rows, storage.device)
+        self._last: StepOutput | None = None
+        self._following_rows = 0
         self._ignored = ignored_arguments(model.attention_name)
         self._eager = self._step_of(self._rows)
         self.graphs = StepGraphs()
@@ -106,7 +110,45 @@ class CardSteps:
             Of the first rows, up to the last in `tokens` at least. The next step may overwrite it.
         """
         self._inputs.fill(tokens, lengths, cursor)
-        return self.graphs.run(max(tokens, default=0) + 1) or self._eager()
+        return self._launch(max(tokens, default=0) + 1)
+
+    def follow(self, rows: Sequence[int], lengths: Sequence[int], cursor: int) -> None:
+        """Set the inputs of the step after the last one, of which it takes the likeliest tokens, on the card.
+
+        Args:
+            rows: Of the last step, at least one; the others are idle in the next.
+            lengths: Tokens by row, the new ones included; 0 is idle.
+            cursor: The column it writes.
+
+        Raises:
+            RuntimeError: There was no step.
+        """
+        self._following_rows = max(rows) + 1
+        self._inputs.follow(rows, self.last.likeliest, lengths, cursor)
+
+    def run_on(self) -> None:
+        """Launch the step whose inputs `follow` has set; as `run`."""
+        self._launch(self._following_rows)
+
+    @property
+    def last(self) -> StepOutput:
+        """What the last step computes.
+
+        Raises:
+            RuntimeError: There was none.
+        """
+        if self._last is None:
+            raise RuntimeError("there was no step")
+        return self._last
+
+    def likeliest(self) -> Sequence[int]:
+        """The token ids of the greatest logits of the last step; waits for it, and for nothing behind it."""
+        return self._reader.wait()
+
+    def _launch(self, needed_rows: int) -> StepOutput:
+        self._last = self.graphs.run(needed_rows) or self._eager()
+        self._reader.start(self._last.likeliest)
+        return self._last
 
     def _step_of(self, rows: int) -> Callable[[], StepOutput]:
         """The step over the first rows."""

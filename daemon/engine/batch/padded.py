@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batond.daemon.engine.batch.one_by_one import OneByOne
 from batond.daemon.engine.model.columns import put, release, truncate
 from batond.daemon.engine.model.shortage import SHORTAGE_TYPES, is_shortage
 from batond.daemon.errors import UnsupportedModelError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from batond.offload.slice import KVSlice
 
 
-class PaddedBatch:
+class PaddedBatch(OneByOne):
     """A batch of fixed rows over plain tensors; see `batch.Batch` for the contract.
 
     Args:
@@ -42,7 +43,6 @@ class PaddedBatch:
     """
 
     kind = "padded"
-    likeliest = None
 
     def __init__(self, model: CausalModel, rows: int, layout: RecordLayout) -> None:
         self.rows = rows

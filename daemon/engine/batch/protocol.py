@@ -26,11 +26,10 @@ class Batch(Protocol):
     layout: RecordLayout
     device: torch.device
 
-    @property
-    def likeliest(self) -> torch.Tensor | None:
-        """Token ids of the greatest logits of the last step, where the step itself found them out; else None.
+    def likeliest(self) -> Sequence[int] | None:
+        """Token ids of the greatest logits of the last step, by row, where the step itself found them out.
 
-        int64, shape of the step's logits without the vocabulary.
+        Waits for that step. As many as its logits have rows; None where logits are all there is.
         """
 
     @property
@@ -93,6 +92,37 @@ class Batch(Protocol):
 
         Raises:
             torch.OutOfMemoryError: There is no memory for it; lengths are as before.
+        """
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step was begun that is not in the books yet."""
+
+    def prepare_ahead(self, rows: Sequence[int]) -> bool:
+        """Have a step ready that follows the last one before the host has seen its tokens.
+
+        Args:
+            rows: Of the last step; each takes its likeliest token. Those left out are idle in the new step.
+
+        Returns:
+            Whether it is ready; False where the batch does no such thing.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for it; lengths are as before.
+        """
+
+    def begin_ahead(self) -> None:
+        """Launch the step that is ready. The books stay as they are.
+
+        Until `take_ahead` rows may be copied out and freed, but none be embedded and no other step be run.
+        What the step computes for a row that is freed meanwhile is lost; once all are, so is the step.
+        """
+
+    def take_ahead(self) -> torch.Tensor:
+        """Take the step begun ahead into the books; `likeliest` is about it from `begin_ahead` on.
+
+        Returns:
+            Its logits, as `step`.
         """
 
     def check_integrity(self) -> None:

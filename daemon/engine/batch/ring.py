@@ -19,6 +19,7 @@ column before that is written, and of every row that comes free.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +43,27 @@ if TYPE_CHECKING:
 _EXPECT_STEPS = 2
 
 
+@dataclass(slots=True)
+class _Ahead:
+    """A step that is not in the books yet.
+
+    Attributes:
+        rows: Those it computes and that are still occupied.
+        cursor: The column it writes.
+        begun: It was launched.
+    """
+
+    rows: set[int]
+    cursor: int
+    begun: bool = False
+
+    def leave(self, row: int) -> bool:
+        """Let a row go; returns whether the step, as launched, writes it."""
+        mine = row in self.rows
+        self.rows.discard(row)
+        return mine and self.begun
+
+
 class RingBatch:
     """A batch of fixed rows over a ring of columns; see `batch.Batch` for the contract.
 
@@ -56,7 +78,7 @@ class RingBatch:
         new_arena: Makes the storage of its records.
 
     Attributes:
-        likeliest, intact: See `Batch`.
+        intact: See `Batch`.
         card: What of a card it may use.
 
     Raises:
@@ -90,7 +112,7 @@ class RingBatch:
         self._lengths = [0] * rows
         self._cursor = -1  # Newest column; -1 before the first.
         self.intact = True
-        self.likeliest: torch.Tensor | None = None
+        self._ahead: _Ahead | None = None
         self._on_card: CardSteps | None = None
         if card.kernels:
             self._on_card = CardSteps(model, layout, self._storage, self._state, card)
@@ -137,6 +159,10 @@ class RingBatch:
         """Cached tokens per row."""
         return self._lengths
 
+    def likeliest(self) -> Sequence[int] | None:
+        """Token ids of the greatest logits of the first rows, where kernels of a card decode."""
+        return self._on_card.likeliest() if self._on_card is not None else None
+
     @property
     def memory(self) -> ArenaUse:
         """What its records take."""
@@ -159,6 +185,7 @@ class RingBatch:
         """Write a slice into an idle row so that it ends at the cursor: one or two plain copies."""
         if self._lengths[row]:
             raise RuntimeError(f"row {row} is occupied")
+        self._refuse_ahead()
         if kv.n_tokens >= self.capacity:
             raise RuntimeError(
                 f"{kv.n_tokens} tokens leave no column for the next in a ring of {self.capacity}"
@@ -199,7 +226,12 @@ class RingBatch:
         In torch, rows read together see each other's span behind a mask, and what is masked counts as zero
         times its value, which is not zero where one query's numbers overflowed: the arena zeroes them there.
         """
-        self._arena.release(row, self._ranges(self._lengths[row]))
+        cursor, length = self._cursor, self._lengths[row]
+        if self._ahead is not None and self._ahead.leave(row):  # It writes one column more, for nobody.
+            cursor, length = self._ahead.cursor, length + 1
+        if self._ahead is not None and not self._ahead.rows:
+            self._ahead = None
+        self._arena.release(row, ranges_up_to(cursor, length, self.capacity))
         self._state[row] = 0
         self._lengths[row] = self._held_columns[row] = 0
         self.intact = self.intact or not any(self._lengths)
@@ -220,13 +252,12 @@ class RingBatch:
         Raises:
             torch.OutOfMemoryError: There is no memory for the new column; rows that got some keep it.
         """
-        lengths, cursor = list(self._lengths), (self._cursor + 1) % self.capacity
-        for row in tokens:
-            lengths[row] += 1
+        self._refuse_ahead()
+        lengths, cursor = self._grown(tokens)
         self._commit_column(lengths, cursor)
         try:
             if self._on_card is not None:
-                logits, self.likeliest = self._on_card.run(tokens, lengths, cursor)
+                logits = self._on_card.run(tokens, lengths, cursor).logits
             else:
                 logits = self._torch_step(tokens, lengths, cursor)
         except BaseException:
@@ -235,6 +266,75 @@ class RingBatch:
         self._lengths, self._cursor = lengths, cursor
         self._expect_columns()
         return logits
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step was begun that is not in the books yet."""
+        return self._ahead is not None and self._ahead.begun
+
+    def prepare_ahead(self, rows: Sequence[int]) -> bool:
+        """Set the inputs of the step after the last one, whose likeliest tokens it takes; launches nothing.
+
+        Not where rows have states, which a step for nobody would spoil, nor without graphs: an eager step
+        keeps the host busy all the while.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for its column; rows that got some keep it.
+        """
+        self._refuse_ahead()
+        if self._on_card is None or not self.graph_rows or self.layout.state_slots or not rows:
+            return False
+        lengths, cursor = self._grown(rows)
+        self._commit_column(lengths, cursor)
+        taken = set(rows)
+        now = [length if row in taken else 0 for row, length in enumerate(lengths)]
+        self._on_card.follow(rows, now, cursor)
+        self._ahead = _Ahead(taken, cursor)
+        return True
+
+    def begin_ahead(self) -> None:
+        """Launch the step that was prepared. Until it is taken in, rows may only leave.
+
+        Raises:
+            RuntimeError: None was prepared since the last step.
+        """
+        if self._ahead is None or self._ahead.begun or self._on_card is None:
+            raise RuntimeError("no step was prepared")
+        self._on_card.run_on()
+        self._ahead.begun = True
+
+    def take_ahead(self) -> torch.Tensor:
+        """Take the step begun ahead into the books, for all rows of it that are still there.
+
+        Returns:
+            Its logits, as `step`.
+
+        Raises:
+            RuntimeError: None was begun, all its rows have left, or one is here that it did not compute.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or not ahead.begun or self._on_card is None:
+            raise RuntimeError("no step was begun ahead")
+        if left_out := {row for row, length in enumerate(self._lengths) if length} - ahead.rows:
+            raise RuntimeError(f"rows {sorted(left_out)} are occupied, and the step did not compute them")
+        for row in ahead.rows:
+            self._lengths[row] += 1
+        self._cursor = ahead.cursor
+        self._expect_columns()
+        return self._on_card.last.logits
+
+    def _refuse_ahead(self) -> None:
+        """A step begun ahead must be taken in before anything else; one only prepared is dropped."""
+        if self.ahead:
+            raise RuntimeError("a step was begun ahead and is not in the books yet")
+        self._ahead = None
+
+    def _grown(self, rows: Iterable[int]) -> tuple[list[int], int]:
+        """Lengths and cursor with one more token in these rows."""
+        lengths = list(self._lengths)
+        for row in rows:
+            lengths[row] += 1
+        return lengths, (self._cursor + 1) % self.capacity
 
     def _commit_column(self, lengths: Sequence[int], cursor: int) -> None:
         """Have memory for the column at the cursor in every occupied row; lengths are the new ones."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _WIDE = torch.int64  # Token ids and positions: what models are used to.
 _NARROW = torch.int32  # What kernels count with.
@@ -34,14 +36,13 @@ class StepInputs:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows = rows
-        on_cuda = device.type == "cuda"
         nbytes = rows * (2 * _WIDE.itemsize + _NARROW.itemsize) + _NARROW.itemsize
-        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_cuda)
         self._card = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self._host_parts = _parts(self._host, rows)
         ids, positions, self.lengths, self.cursor = _parts(self._card, rows)
         self.token_ids, self.position_ids = ids[:, None], positions[:, None]
-        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._numbers = struct.Struct(f"={rows}q{rows}q{rows}ii")
+        # By turns: the copy from one may still wait on the card while the next step is filled in.
+        self._hosts = itertools.cycle([_HostBuffer(nbytes, device) for _ in range(2)])
 
     def fill(self, tokens: Mapping[int, Sequence[int]], lengths: Sequence[int], cursor: int) -> None:
         """Set the next step's inputs; the copy takes its turn on the current stream.
@@ -51,19 +52,53 @@ class StepInputs:
             lengths: Tokens by row, the new ones included; 0 is idle.
             cursor: The column that the step writes.
         """
-        if self._copied is not None:
-            self._copied.synchronize()  # The last copy may still read the host's buffer.
-        numbers: tuple[list[int], list[int], Sequence[int], list[int]] = (
-            [0] * self.rows,
-            [max(length - 1, 0) for length in lengths],
-            lengths,
-            [cursor],
-        )
+        ids = [0] * self.rows
         for row, (token,) in tokens.items():
-            numbers[0][row] = token
-        for part, new in zip(self._host_parts, numbers, strict=True):
-            part.copy_(torch.tensor(new, dtype=part.dtype))
-        self._card.copy_(self._host, non_blocking=True)
+            ids[row] = token
+        self._send(ids, lengths, cursor)
+
+    def follow(
+        self, rows: Iterable[int], token_ids: torch.Tensor, lengths: Sequence[int], cursor: int
+    ) -> None:
+        """Set the inputs of a step whose tokens the host does not know yet: they are on the card.
+
+        Args:
+            rows: Occupied ones.
+            token_ids: Of the first rows, up to the last occupied one at least; int64.
+            lengths: Tokens by row, the new ones included; 0 is idle.
+            cursor: The column that the step writes.
+        """
+        taken = [0] * self.rows
+        for row in rows:
+            taken[row] = 1
+        self._send(taken, lengths, cursor)
+        self.token_ids[: len(token_ids), 0].mul_(token_ids)
+
+    def _send(self, ids: Sequence[int], lengths: Sequence[int], cursor: int) -> None:
+        host = next(self._hosts)
+        positions = [length - 1 if length else 0 for length in lengths]
+        self._numbers.pack_into(host.writable(), 0, *ids, *positions, *lengths, cursor)
+        host.copy_to(self._card)
+
+
+class _HostBuffer:
+    """Bytes of the host that the card copies in its own time; page-locked where there is a card."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._tensor = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=on_cuda)
+        self._bytes = self._tensor.numpy().data
+        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def writable(self) -> memoryview:
+        """The bytes, once the last copy has read them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._bytes
+
+    def copy_to(self, card: torch.Tensor) -> None:
+        """Begin the copy, on the current stream."""
+        card.copy_(self._tensor, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from batond.daemon.engine.batch.one_by_one import OneByOne
 from batond.daemon.engine.model.layout import RecordLayout, Slot
 from batond.daemon.engine.model.tensors import NO_INDEX, WHOLE_CACHE
 from batond.daemon.errors import UnsupportedModelError
@@ -27,7 +28,7 @@ TOKEN_ID_LAYOUT = RecordLayout(
 )
 
 
-class UncachedBatch:
+class UncachedBatch(OneByOne):
     """Rows of token ids; see `batch.Batch` for the contract.
 
     Args:
@@ -38,7 +39,6 @@ class UncachedBatch:
     """
 
     kind = "uncached"
-    likeliest = None
     intact = True
     memory = NO_KEYS_AND_VALUES
 

@@ -9,12 +9,15 @@ from batond.daemon.engine.sampling.sampler import Choice
 from batond.daemon.engine.step.relief import NoMemoryError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
     from batond.daemon.engine.queries.lifecycle import Lifecycle
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.engine.queries.residency import Residency
     from batond.daemon.engine.sampling.sampler import Sampler
+    from batond.daemon.engine.step.ahead import Ahead
     from batond.daemon.engine.step.choosing import Choosing
     from batond.daemon.engine.step.relief import Relief
 
@@ -47,21 +50,34 @@ class Decode:
         choosing: Chooses the tokens.
         life: Is told what was computed, and takes the tokens.
         relief: Gives memory back where a forward finds none.
+        ahead: Begins steps before the books of the last one are done.
     """
 
     def __init__(
-        self, residency: Residency, sampler: Sampler, choosing: Choosing, life: Lifecycle, relief: Relief
+        self,
+        residency: Residency,
+        sampler: Sampler,
+        choosing: Choosing,
+        life: Lifecycle,
+        relief: Relief,
+        *,
+        ahead: Ahead,
     ) -> None:
         self._residency, self._sampler, self._choosing = residency, sampler, choosing
-        self._life, self._relief = life, relief
+        self._life, self._relief, self._ahead = life, relief, ahead
 
-    def run(self) -> bool:
-        """One step; False if every row is idle."""
+    def run(self, go_on: Callable[[], bool] | None = None) -> bool:
+        """One step; False if every row is idle.
+
+        Args:
+            go_on: Asked when its tokens are there, whether the next step may be begun at once; None is no.
+        """
         if not self._residency.occupied:
             return False
-        computed = self._compute()
+        computed = self._taken() if self._ahead.begun else self._compute()
         if computed is None:
             return True
+        likeliest = self._likeliest(computed, go_on)
         for row, query in computed.rows:
             if not computed.cached[row]:  # Inline: this step prefilled the newcomer (vector shaping).
                 self._life.count_prefill(query, 0, computed.new_tokens[row])
@@ -73,8 +89,25 @@ class Decode:
             if query.replay_left:
                 self._note_replayed(query, computed.cached[row], computed.logits[row])
         if decoding:
-            self._append(decoding, computed.logits)
+            self._append(decoding, computed.logits, likeliest)
         return True
+
+    def _taken(self) -> Computed:
+        """The step begun before this one."""
+        cached = list(self._residency.batch.lengths)
+        rows, logits = self._ahead.take()
+        return Computed(rows, cached, {row: 1 for row, _ in rows}, logits)
+
+    def _likeliest(self, computed: Computed, go_on: Callable[[], bool] | None) -> Sequence[int] | None:
+        """Token ids by row where all who decode want the likeliest and the step knows it; begins the next."""
+        decoding = [query for _, query in computed.rows if not query.replay_left]
+        if not decoding or not self._sampler.takes_likeliest(decoding):
+            return None
+        ready = go_on is not None and self._ahead.prepare(computed.rows)
+        token_ids = self._residency.batch.likeliest()  # Waits for the step.
+        if ready and token_ids is not None and go_on is not None and go_on():
+            self._ahead.begin(token_ids)
+        return token_ids
 
     def _compute(self) -> Computed | None:
         """The forward, with as many rows as there is memory for; None if there is none for a single one."""
@@ -118,13 +151,13 @@ class Decode:
         )
         self._life.count_prefill(query, index, 1)
 
-    def _append(self, decoding: list[tuple[int, Query]], logits: torch.Tensor) -> None:
-        """Choose a token for every decoding row at once; where all want the likeliest, a step may know it."""
+    def _append(
+        self, decoding: list[tuple[int, Query]], logits: torch.Tensor, likeliest: Sequence[int] | None
+    ) -> None:
+        """Give every decoding row its token: the likeliest, where that will do, or all chosen at once."""
         queries = [query for _, query in decoding]
-        known = self._residency.batch.likeliest
-        if known is not None and self._sampler.takes_likeliest(queries):
-            token_ids = known.tolist()
-            chosen = [(query, Choice(token_ids[row])) for row, query in decoding]
+        if likeliest is not None:
+            chosen = [(query, Choice(likeliest[row])) for row, query in decoding]
         else:
             chosen = self._choosing.choose(logits, [row for row, _ in decoding], queries)
         self._relief.culprits.succeeded([query.query_id for query, _ in chosen])

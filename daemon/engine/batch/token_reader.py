@@ -1,0 +1,46 @@
+"""Token ids on their way from the card to the host, which waits for nothing but them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class TokenReader:
+    """Copies what each step found likeliest into memory of the host, behind the step.
+
+    A plain read waits for all that was launched by then; this one for its own copy alone, so the next step
+    may be launched in between.
+
+    Args:
+        rows: Most token ids of a step.
+        device: Where steps run.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._host = torch.zeros(rows, dtype=torch.int64, pin_memory=on_cuda)
+        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._count = 0
+
+    def start(self, token_ids: torch.Tensor) -> None:
+        """Begin to copy, on the current stream; what was not read until now is lost.
+
+        Args:
+            token_ids: int64, shape [rows].
+        """
+        self._count = len(token_ids)
+        self._host[: self._count].copy_(token_ids, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> Sequence[int]:
+        """The token ids of the last `start`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        token_ids: list[int] = self._host[: self._count].tolist()
+        return token_ids
