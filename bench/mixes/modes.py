@@ -258,6 +258,10 @@ class _LongerRows:
         """As `CardSteps.run`."""
         return self._steps.run(tokens, self._shaping.lengthen(lengths), cursor)
 
+    def follow(self, rows: Sequence[int], lengths: Sequence[int], cursor: int) -> None:
+        """As `run`, for a step that is launched before the tokens of the last one are known."""
+        cast("Any", self._steps).follow(rows, self._shaping.lengthen(lengths), cursor)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(cast("Any", self._steps), name)
 
