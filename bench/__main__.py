@@ -21,6 +21,8 @@ from batond.bench import (
     memory,
     model_support,
     models,
+    neighbour,
+    neighbour_show,
     parked,
     planner,
     soak,
@@ -137,6 +139,40 @@ def memory_command(
             memory.plot(plot, curves)
         except ConfigError as error:
             raise typer.BadParameter(error.message) from error
+
+
+@app.command("neighbour")
+def neighbour_command(
+    device: Annotated[
+        str, typer.Option(help="cuda, cuda:1, ... or cpu, where neighbour and time are a script.")
+    ],
+    queries: Annotated[int, typer.Option(help="Number of queries.", min=8)] = 200,
+    seed: Annotated[int, typer.Option(help="Of their lengths and tokens.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Also write all moments as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the timeline, such as file.svg (matplotlib).")
+    ] = None,
+) -> None:
+    """Run queries while a neighbour takes up to 60 % of the memory and leaves; 1 where it shows."""
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    with console.status("two runs of all queries"):
+        stand = neighbour.make_stand(device, queries, seed)
+        alone, beside, seconds = neighbour.measure(stand)
+    found = neighbour_show.checks(alone, beside)
+    console.print(neighbour_show.timeline(beside), neighbour_show.verdict(found, beside))
+    console.print(
+        f"{alone.seconds:.1f} s undisturbed, {beside.seconds:.1f} s beside it, {seconds:.1f} s in all"
+    )
+    if output is not None:
+        output.write_text(json.dumps(neighbour_show.figures(alone, beside)) + "\n")
+    if plot is not None:
+        try:
+            neighbour_show.plot(plot, alone, beside)
+        except ConfigError as error:
+            raise typer.BadParameter(error.message) from error
+    if not all(check.holds for check in found):
+        raise typer.Exit(1)
 
 
 @app.command("demo")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from batond.bench.neighbours import TICK_S, ScriptedNeighbour
 from batond.daemon.engine import governing, process
 from batond.daemon.engine.governing import Governing, make_governing, measure_own_use
 from batond.daemon.errors import ConfigError
@@ -28,58 +29,15 @@ if TYPE_CHECKING:
     MakeEngine = Callable[..., LocalEngine]
 
 ROWS = 6
-TICK_S = 0.05
-
-
-@dataclass
-class Neighbourhood:
-    """A memory that one batch shares with neighbours, told in tokens of KV. Time passes with each reading.
-
-    Attributes:
-        total_tokens: All there is.
-        others_tokens: What neighbours hold; no more than the batch leaves.
-        broken: Why it can't be read; "" if it can.
-    """
-
-    total_tokens: int = 1000
-    others_tokens: int = 0
-    wanted_tokens: int = 0
-    broken: str = ""
-    now_s: float = 500.0
-    batch: Any = None
-    held_tokens: list[int] = field(default_factory=list)
-    name: str = "a neighbourhood"
-    closed: bool = False
-
-    def own_use(self, batch: Any) -> OwnUse:
-        self.batch = batch
-        return OwnUse(committed_bytes=sum(batch.lengths) * batch.layout.record_bytes)
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def read(self) -> MemoryReading:
-        self.now_s += TICK_S
-        if self.broken:
-            raise ReadingLost(self.broken)
-        own = sum(self.batch.lengths)
-        self.held_tokens.append(own)
-        self.others_tokens = min(self.wanted_tokens, self.total_tokens - own)
-        free = self.total_tokens - own - self.others_tokens
-        record = self.batch.layout.record_bytes
-        return MemoryReading(self.total_tokens * record, free * record, self.now_s)
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
-def around() -> Neighbourhood:
-    return Neighbourhood()
+def around() -> ScriptedNeighbour:
+    return ScriptedNeighbour()
 
 
 @pytest.fixture
-def governed(around: Neighbourhood, make_engine: MakeEngine, llama: Any) -> Callable[..., LocalEngine]:
+def governed(around: ScriptedNeighbour, make_engine: MakeEngine, llama: Any) -> Callable[..., LocalEngine]:
     def make(**options: Any) -> LocalEngine:
         governor = Governing(around, Governor(), threaded=False, own_use=around.own_use, clock=around.clock)
         return make_engine(llama, rows=ROWS, governor=governor, max_query_tokens=128, **options)
@@ -100,7 +58,7 @@ def submit(engine: LocalEngine, rng: random.Random, count: int) -> list[Any]:
 
 
 def test_a_neighbour_takes_most_of_the_memory_and_leaves(
-    around: Neighbourhood, governed: Callable[..., LocalEngine], llama: Any, solo: Any, rng: random.Random
+    around: ScriptedNeighbour, governed: Callable[..., LocalEngine], llama: Any, solo: Any, rng: random.Random
 ) -> None:
     """M8: in steps; the batch shrinks and grows again, and every query has the tokens of its solo run."""
     engine = governed()
@@ -133,7 +91,7 @@ def test_a_neighbour_takes_most_of_the_memory_and_leaves(
 
 
 def test_one_query_goes_on_when_nothing_is_left(
-    around: Neighbourhood, governed: Callable[..., LocalEngine], llama: Any, solo: Any, rng: random.Random
+    around: ScriptedNeighbour, governed: Callable[..., LocalEngine], llama: Any, solo: Any, rng: random.Random
 ) -> None:
     """M8: neighbours hold everything that the batch does not."""
     engine = governed()
@@ -152,7 +110,7 @@ def test_one_query_goes_on_when_nothing_is_left(
 
 
 def test_lost_readings_hold_the_limits_and_jobs_finish(
-    around: Neighbourhood, governed: Callable[..., LocalEngine], llama: Any, solo: Any, rng: random.Random
+    around: ScriptedNeighbour, governed: Callable[..., LocalEngine], llama: Any, solo: Any, rng: random.Random
 ) -> None:
     """M9: Unknown Error in mid run; a gauge tells, and nothing is raised while blind."""
     engine = governed()
@@ -189,7 +147,7 @@ def test_lost_readings_hold_the_limits_and_jobs_finish(
 
 
 def test_limits_never_loosen_what_was_configured(
-    around: Neighbourhood, governed: Callable[..., LocalEngine], llama: Any, rng: random.Random
+    around: ScriptedNeighbour, governed: Callable[..., LocalEngine], llama: Any, rng: random.Random
 ) -> None:
     engine = governed(kv_budget_bytes=1 << 20)
     engine.close()
@@ -473,7 +431,7 @@ def test_cached_blocks_go_back_under_pressure_and_not_at_every_step(monkeypatch:
 
 
 def test_an_idle_engine_process_tends_its_memory(
-    around: Neighbourhood, governed: Callable[..., LocalEngine], monkeypatch: pytest.MonkeyPatch
+    around: ScriptedNeighbour, governed: Callable[..., LocalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """M8: between two commands, several times within 250 ms, and not only with each heartbeat."""
     engine = governed()
