@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import torch
 import typer
@@ -23,7 +22,6 @@ from batond.bench import (
     models,
     neighbour,
     neighbour_show,
-    parked,
     planner,
     soak,
     spill,
@@ -36,21 +34,20 @@ from batond.bench import engine as engine_bench
 from batond.bench.gpu import run as gpu_bench
 from batond.bench.gpu import tables as gpu_tables
 from batond.bench.gpu.sizes import SHAPES
-from batond.bench.mixes import run as mixes_bench
-from batond.bench.mixes import tables as mixes_tables
+from batond.bench.mixes.command import mixes_command, parked_command
+from batond.bench.progress import TABLE_WIDTH, teller
 from batond.daemon.errors import BatondError, ConfigError
 from batond.daemon.simulator.command import policy_list
 from batond.daemon.simulator.options import pairs
 from batond.daemon.telemetry.logging import configure_logging
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-TABLE_WIDTH = 120
-
 app = typer.Typer(
     help="Measurements of batond.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+
+app.command("mixes")(mixes_command)
+app.command("parked")(parked_command)
 
 
 @app.callback()
@@ -401,95 +398,10 @@ def gpu_command(  # noqa: PLR0917 - typer calls it by name
         contexts=_numbers("context", context),
         device=device,
     )
-    report = gpu_bench.run(options.quick() if quick else options, _teller())
+    report = gpu_bench.run(options.quick() if quick else options, teller())
     gpu_tables.show(console, report)
     if output is not None:
         gpu_bench.write(output, report)
-
-
-@app.command("mixes")
-def mixes_command(  # noqa: PLR0917 - typer calls it by name
-    mix: Annotated[
-        str, typer.Option(help=f"Of {', '.join(mixes_bench.MIXES)}, separated by commas.")
-    ] = ",".join(mixes_bench.DEFAULTS.mixes),
-    shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = mixes_bench.DEFAULTS.shape,
-    layers: Annotated[int, typer.Option(help="Layers of it; 0 is all.", min=0)] = 4,
-    dtype: Annotated[
-        str, typer.Option(help=f"Of {', '.join(gpu_bench.DTYPES)}.")
-    ] = mixes_bench.DEFAULTS.dtype,
-    device: Annotated[
-        str, typer.Option(help="A card, or cpu, where times mean nothing.")
-    ] = mixes_bench.DEFAULTS.device,
-    queries: Annotated[int, typer.Option(help="Of a workload.", min=1)] = mixes_bench.DEFAULTS.queries,
-    seconds: Annotated[
-        float, typer.Option(help="Run as many of them as all modes take so long for; 0 only predicts.", min=0)
-    ] = mixes_bench.DEFAULTS.seconds,
-    shorter: Annotated[int, typer.Option(help="Divide all lengths by this.", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Of lengths, order and tokens.")] = mixes_bench.MIX_SEED,
-    output: Annotated[Path | None, typer.Option(help="Also write every figure as JSON.")] = None,
-) -> None:
-    """Run the published mixes in all modes on the same kernels, and predict what each takes."""
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    options = mixes_bench.Options(
-        mixes=tuple(mix.split(",")),
-        shape=shape,
-        layers=layers or None,
-        dtype=dtype,
-        device=device,
-        queries=queries,
-        seconds=seconds,
-        seed=seed,
-        shorter=shorter,
-    )
-    report = mixes_bench.run(options, _teller())
-    mixes_tables.show(console, report)
-    if output is not None:
-        gpu_bench.write(output, report)
-
-
-@app.command("parked")
-def parked_command(  # noqa: PLR0917 - typer calls it by name
-    queries: Annotated[int, typer.Option(help="How many.", min=1)] = parked.DEFAULTS.queries,
-    rows: Annotated[int, typer.Option(help="Of the batch.", min=1)] = parked.DEFAULTS.rows,
-    shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = parked.DEFAULTS.shape,
-    layers: Annotated[int, typer.Option(help="Layers of it; 0 is all.", min=0)] = 4,
-    dtype: Annotated[str, typer.Option(help=f"Of {', '.join(gpu_bench.DTYPES)}.")] = parked.DEFAULTS.dtype,
-    device: Annotated[str, typer.Option(help="A card, or cpu.")] = parked.DEFAULTS.device,
-    shorter: Annotated[int, typer.Option(help="Divide all lengths by this.", min=1)] = 1,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and parks.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Also write every figure as JSON.")] = None,
-) -> None:
-    """Run greedy queries without and with forced parks, on the same rows: every token must be the same."""
-    options = parked.Options(
-        queries=queries,
-        rows=rows,
-        shape=shape,
-        layers=layers or None,
-        dtype=dtype,
-        device=device,
-        seed=seed,
-        shorter=shorter,
-    )
-    report = parked.run(options, _teller())
-    console = Console()
-    for line in report.lines():
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if output is not None:
-        gpu_bench.write(output, report)
-    if not report.passed:
-        raise typer.Exit(1)
-
-
-def _teller() -> Callable[[str], None]:
-    """Tells on standard error what is being done, and since when."""
-    progress, began_s = Console(stderr=True), time.monotonic()
-
-    def tell(what: str) -> None:
-        line = f"{time.monotonic() - began_s:6.1f} s  {what}"
-        progress.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    return tell
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

@@ -80,8 +80,9 @@ class Options:
         dtype: Of weights and KV.
         device: "cuda", "cuda:1", ... or "cpu", where times mean nothing.
         queries: Of the workload.
-        seconds: Time that the modes of a mix may be predicted to take: a workload of as many queries is run
-            as that allows, none if it is 0.
+        modes: Names of `MODES` to run; the others are only predicted.
+        seconds: Time that these modes of a mix may be predicted to take: a workload of as many queries is
+            run as that allows, none if it is 0.
         seed: Of lengths, order and token ids.
         shorter: All lengths are divided by this.
     """
@@ -92,6 +93,7 @@ class Options:
     dtype: str = "bfloat16"
     device: str = "cuda"
     queries: int = 120
+    modes: tuple[str, ...] = tuple(mode.name for mode in MODES)
     seconds: float = 60.0
     seed: int = MIX_SEED
     shorter: int = 1
@@ -102,9 +104,12 @@ class Options:
         Raises:
             ConfigError: An option has none.
         """
-        unknown = [name for name in self.mixes if name not in MIXES]
-        if unknown or not self.mixes:
-            raise ConfigError(f"--mix must be of {', '.join(MIXES)}, not {', '.join(unknown) or 'nothing'}")
+        if (unknown := set(self.mixes).difference(MIXES)) or not self.mixes:
+            said = ", ".join(sorted(unknown)) or "nothing"
+            raise ConfigError(f"--mix must be of {', '.join(MIXES)}, not {said}")
+        known = [mode.name for mode in MODES]
+        if unknown := set(self.modes).difference(known):
+            raise ConfigError(f"--mode must be of {', '.join(known)}, not {', '.join(sorted(unknown))}")
         if self.shape not in SHAPES:
             raise ConfigError(f"--shape must be one of {', '.join(SHAPES)}, not {self.shape!r}")
         if self.dtype not in DTYPES:
@@ -216,10 +221,11 @@ def _run_mix(mix: Mix, options: Options, device: torch.device, tell: Callable[[s
 
     whole = options.requests(mix)
     on_card = device.type == "cuda"
+    # What prompts leave in rows is many times what rows have: of a whole model it may not fit.
     columns = _SPARE_COLUMNS + max(
         most_columns(mode.order(whole), mix.rows, mode, reads_added=on_card)
         for mode in MODES
-        if options.seconds or not mode.leaves_columns  # Those columns of a whole model may not fit.
+        if not mode.leaves_columns or (options.seconds and mode.name in options.modes)
     )
     say(f"engine of {mix.rows} rows and {columns} columns")
     model = build(options.shape, options.layers, DTYPES[options.dtype], columns, device)
@@ -246,8 +252,10 @@ def _run_mix(mix: Mix, options: Options, device: torch.device, tell: Callable[[s
         )
         for mode in MODES:
             predicted = costs.predict(some, mode)
-            say(f"{mode.name}: {len(some)} queries, predicted {predicted.seconds:.1f} s")
-            outcome = bench.run(some, mode, say) if some else None
+            outcome = None
+            if some and mode.name in options.modes:
+                say(f"{mode.name}: {len(some)} queries, predicted {predicted.seconds:.1f} s")
+                outcome = bench.run(some, mode, say)
             report.modes.append(ModeRun(mode.name, outcome, predicted, costs.predict(whole, mode)))
     finally:
         bench.close()
@@ -267,7 +275,8 @@ def _affordable(mix: Mix, options: Options, costs: Costs) -> list[Request]:
     """As many queries, all kinds by their shares, as all modes together run in the time."""
     for count in range(options.queries, 0, -_SHARE):
         some = replace(options, queries=count).requests(mix)
-        if sum(costs.predict(some, mode).seconds for mode in MODES) <= options.seconds:
+        modes = [mode for mode in MODES if mode.name in options.modes]
+        if sum(costs.predict(some, mode).seconds for mode in modes) <= options.seconds:
             return some
     return []
 

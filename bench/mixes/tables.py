@@ -81,8 +81,8 @@ def modes_table(report: MixReport) -> Table:
 
 def _outcome(one: ModeRun, first: ModeRun) -> Iterator[str]:
     outcome, base = one.outcome, first.outcome
-    if outcome is None or base is None:
-        yield from ("",) * 9
+    if outcome is None:
+        yield from ("", f"{one.predicted.seconds:.2f}", "", "", f"{one.predicted.steps:,}", "", "", "", "")
         return
     yield f"{outcome.seconds:.2f}"
     yield f"{one.predicted.seconds:.2f}"
@@ -91,8 +91,8 @@ def _outcome(one: ModeRun, first: ModeRun) -> Iterator[str]:
     yield f"{outcome.steps:,}"
     yield f"{outcome.idle_row_steps:,}"
     yield f"{outcome.prompt_s:.2f}"
-    yield f"{base.seconds / outcome.seconds:.2f}"
-    yield f"{base.steps / outcome.steps:.2f}"
+    yield "" if base is None else f"{base.seconds / outcome.seconds:.2f}"
+    yield "" if base is None else f"{base.steps / outcome.steps:.2f}"
 
 
 def _whole(one: ModeRun, first: ModeRun) -> Iterator[str]:
