@@ -213,7 +213,7 @@ class LocalEngine:
             inline=self._inline,
             pack_tokens=None if chunk_tokens == "auto" else chunk_tokens,
             sessions=session_bytes > 0,
-            card=CardUse(kernels=kernels, graphs=kernels and graphs, compiled=compiled),
+            card=CardUse(kernels=kernels, graphs=kernels and graphs, compiled=compiled, streamed=compiled),
             arena=arena,
             governed=governor is not None,
         )

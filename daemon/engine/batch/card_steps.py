@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from batond.daemon.engine.batch.card_window import CardWindow
 from batond.daemon.engine.batch.compiled import CompiledParts
 from batond.daemon.engine.batch.graphs import StepGraphs, StepOutput, capture_on_card, row_buckets
+from batond.daemon.engine.batch.linears import StreamedLinears
 from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, active_window, ignored_arguments
 from batond.daemon.engine.batch.ring_cache import ring_cache
 from batond.daemon.engine.batch.step_inputs import StepInputs
@@ -35,17 +36,19 @@ class CardUse:
         kernels: Attention by the ring's own kernels.
         graphs: Steps captured as graphs; needs the kernels.
         compiled: Captured steps have the model's small parts compiled.
+        streamed: Captured steps have the model's linears by kernels made for few rows.
         one_size: One graph for all rows: no bit of a row depends on which others are in use.
     """
 
     kernels: bool = True
     graphs: bool = True
     compiled: bool = True
+    streamed: bool = True
     one_size: bool = False
 
 
 WHOLE_CARD = CardUse()
-NO_CARD = CardUse(kernels=False, graphs=False, compiled=False)
+NO_CARD = CardUse(kernels=False, graphs=False, compiled=False, streamed=False)
 
 
 class CardSteps:
@@ -80,12 +83,17 @@ class CardSteps:
         self._last: StepOutput | None = None
         self._following_rows = 0
         self._ignored = ignored_arguments(model.attention_name)
+        self._linears: StreamedLinears | None = None
         self._eager = self._step_of(self._rows)
         self.graphs = StepGraphs()
         if use.graphs:
             sizes = (self._rows,) if use.one_size else row_buckets(self._rows)
-            parts = CompiledParts(model.model).in_use() if use.compiled else contextlib.nullcontext()
-            with parts:
+            with contextlib.ExitStack() as replaced:
+                if use.compiled:
+                    replaced.enter_context(CompiledParts(model.model).in_use())
+                if use.streamed:
+                    self._linears = StreamedLinears(model.model, storage.device)
+                    replaced.enter_context(self._linears.in_use())
                 self.graphs = capture_on_card(self._step_of, sizes, storage.device)
         self._compiled = use.compiled
 
@@ -158,7 +166,8 @@ class CardSteps:
         ids, positions, mask = inputs.token_ids[:rows], inputs.position_ids[:rows], window.padding_mask()
 
         def run() -> StepOutput:
-            with active_window(window), model.attention(RING_ATTENTION):
+            beside = contextlib.nullcontext() if self._linears is None else self._linears.run()
+            with active_window(window), model.attention(RING_ATTENTION), beside:
                 logits = model.forward(ids, mask, positions, cache, recipe=RING_RECIPE)
             return StepOutput(logits, logits.argmax(dim=-1))
 

@@ -122,7 +122,7 @@ def _with_graphs(trial: Trial, layout: RecordLayout, padded: Way, proof: RingPro
         return eager
     remark = ""
     for compiled in (True, False) if proof.card.compiled else (False,):
-        card = replace(proof.card, compiled=compiled)
+        card = replace(proof.card, compiled=compiled, streamed=proof.card.streamed and compiled)
         error, why = _graph_error(trial, layout, padded, card)
         if error is not None:
             return RingProof(max(error, proof.error), card, remark)
