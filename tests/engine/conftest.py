@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import random
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from batond.bench.draws import LONGEST_QUERY_TOKENS, Draws
 from batond.bench.draws import byte_tokenizer as bench_tokenizer
 from batond.bench.solo import SoloRuns
 from batond.daemon.engine import LocalEngine, local
-from batond.daemon.engine.batch import card_steps, card_window, compiled
+from batond.daemon.engine.batch import card_steps, card_window, compiled, prompt_steps, prompt_window
 from batond.daemon.engine.batch.graphs import CaptureLimits, StepGraphs, StepOutput, capture_steps
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.ring import RingBatch
@@ -45,7 +46,7 @@ from batond.policies import registry
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from batond.daemon.engine.batch.ring_rule import Ring, Rule
+    from batond.daemon.engine.batch.ring_rule import Fresh, Ring, Rule
     from batond.daemon.engine.proof.serving import Serving
     from batond.offload.slice import KVSlice
 
@@ -405,6 +406,56 @@ class TorchKernels:
             out[row] = torch.einsum("hn,nhd->hd", scores.softmax(1)[:, :seen], values)
         return out
 
+    @staticmethod
+    def write_tokens(fresh: Fresh, places: torch.Tensor) -> None:
+        for token, place in enumerate(places.tolist()):
+            if place:
+                for new, anchor in ((fresh.key, fresh.key_anchor), (fresh.value, fresh.value_anchor)):
+                    _records_at(anchor, place, 1, fresh.record_bytes)[0] = new[:, token]
+
+    @staticmethod
+    def prompt_attention(
+        query: torch.Tensor, fresh: Fresh, blocks: torch.Tensor, tile: int, rule: Rule
+    ) -> torch.Tensor:
+        group = query.shape[0] // fresh.key.shape[0]
+        out = torch.full((*query.shape[1::-1], fresh.value.shape[2]), torch.nan, dtype=query.dtype)
+        for token, count, position, past, place in blocks.T.tolist():
+            if not count:
+                continue
+            assert count <= tile
+            own = slice(token - (position - past), token + count)
+            keys, values = (
+                torch.cat([_records_at(anchor, place, past, fresh.record_bytes), new[:, own].transpose(0, 1)])
+                for new, anchor in ((fresh.key, fresh.key_anchor), (fresh.value, fresh.value_anchor))
+            )
+            keys, values = (one.repeat_interleave(group, dim=1) for one in (keys, values))
+            mine = slice(token, token + count)
+            scores = torch.einsum("nhd,hqd->hqn", keys, query[:, mine]) * rule.scale
+            if rule.softcap is not None:
+                scores = torch.tanh(scores / rule.softcap) * rule.softcap
+            column = torch.arange(position + count)
+            at = torch.arange(position, position + count)[:, None]
+            seen = (column <= at) & (column > at - (rule.window or position + count))
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if rule.sinks is not None:
+                sinks = rule.sinks[:, None, None].expand(-1, count, 1)
+                scores = torch.cat([scores, sinks], dim=2)
+            weights = scores.softmax(-1)[..., : position + count]
+            out[mine] = torch.einsum("hqn,nhd->qhd", weights, values)
+        return out
+
+
+def _records_at(anchor: torch.Tensor, place: int, count: int, record_bytes: int) -> torch.Tensor:
+    """A layer's keys or values in records at a distance from the anchor, [count, heads, dim]; no copy."""
+    if not count:
+        return anchor.new_empty(0, *anchor.shape)
+    nbytes = (count - 1) * record_bytes + anchor.nbytes
+    raw = (ctypes.c_uint8 * nbytes).from_address(anchor.data_ptr() + place)
+    numbers = torch.frombuffer(raw, dtype=anchor.dtype)
+    return numbers.as_strided(
+        (count, *anchor.shape), (record_bytes // anchor.element_size(), *anchor.stride())
+    )
+
 
 class Rerun:
     """A step that is run again where a card would replay it; its tensors stay where they are."""
@@ -435,5 +486,7 @@ def card_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Rerun]:
     monkeypatch.setattr(rings, "why_no_kernels", lambda *_: "")
     monkeypatch.setattr(card_window, "_kernels", lambda: TorchKernels)
     monkeypatch.setattr(card_steps, "capture_on_card", capture_all)
+    monkeypatch.setattr(prompt_window, "_kernels", lambda: TorchKernels)
+    monkeypatch.setattr(prompt_steps, "capture_on_card", capture_all)
     monkeypatch.setattr(compiled, "compile_function", lambda function: function)
     return captured

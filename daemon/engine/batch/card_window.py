@@ -27,7 +27,114 @@ if TYPE_CHECKING:
 WIDEST_HEAD = 256
 
 
-class CardWindow:
+class CardView:
+    """What card kernels are told of a step, apart from where keys and values lie.
+
+    Args:
+        mask_shape: Of the masks that the model is given: rows, 1, new tokens, columns.
+        most_tokens: The most a row may ever own.
+        device: The card.
+        ignored: Arguments that the model passes and its own attention ignores.
+    """
+
+    def __init__(
+        self,
+        mask_shape: tuple[int, int, int, int],
+        most_tokens: int,
+        device: torch.device,
+        *,
+        ignored: frozenset[str] = frozenset(),
+    ) -> None:
+        self.ignored = ignored
+        self.device = device
+        self._mask_shape, self._most_tokens = mask_shape, most_tokens
+        self._windows: dict[int, torch.Tensor] = {}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of new tokens over what their rows own.
+
+        Args:
+            query: Shape [rows, heads, new tokens, dim].
+            key: What the cache returned, as [rows, kv heads, columns, dim].
+            value: The same, of value dim.
+            mask: None, or a placeholder from `mask_for`.
+            scale: Factor of the scores.
+            softcap: Scores are squashed to (-softcap, softcap).
+            sinks: Extra score per head, of heads numbers.
+
+        Returns:
+            Shape [rows, new tokens, heads, value dim].
+
+        Raises:
+            UnsupportedModelError: The kernel can't do this.
+        """
+        raise NotImplementedError
+
+    def mask_for(self, mask_function: Callable[..., Any]) -> torch.Tensor | None:
+        """What stands for a mask: None where a token sees all that is older, else its window's placeholder.
+
+        Args:
+            mask_function: From the model: whether query q sees column k, in order of age.
+
+        Raises:
+            UnsupportedModelError: The mask shows something else than the newest tokens.
+        """
+        window = recognize_window(mask_function, self._most_tokens)
+        if window is None:
+            return None
+        if window not in self._windows:
+            one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+            self._windows[window] = one.expand(self._mask_shape)
+        return self._windows[window]
+
+    def rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> Rule:
+        """How a layer makes scores, in the kernels' terms; arguments as those of `attend`.
+
+        Raises:
+            UnsupportedModelError: They know no such way.
+        """
+        heads = query.shape[1]
+        if sinks is not None and sinks.numel() != heads:
+            raise UnsupportedModelError("sinks differ by more than the head")
+        if heads % key.shape[1] or value.shape[1] != key.shape[1]:
+            raise UnsupportedModelError("heads don't share keys and values evenly")
+        return Rule(
+            scale,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.reshape(-1),
+            window=self._window_of(mask),
+        )
+
+    def _window_of(self, mask: torch.Tensor | None) -> int | None:
+        if mask is None:
+            return None
+        for window, placeholder in self._windows.items():
+            if mask.data_ptr() == placeholder.data_ptr() and mask.shape == placeholder.shape:
+                return window
+        raise UnsupportedModelError("the model makes masks of its own")
+
+
+class CardWindow(CardView):
     """The first rows of a ring for the card's kernels; the device's counterpart of `RingWindow`.
 
     Args:
@@ -43,14 +150,12 @@ class CardWindow:
     def __init__(
         self, storage: torch.Tensor, inputs: StepInputs, rows: int, *, ignored: frozenset[str] = frozenset()
     ) -> None:
-        self.ignored = ignored
         self.size = self.capacity = storage.shape[1]
-        self.device = storage.device
+        super().__init__((rows, 1, 1, self.capacity), self.capacity, storage.device, ignored=ignored)
         self.lengths, self.cursor = inputs.lengths[:rows], inputs.cursor
         self._rows = rows
         self._record_bytes = storage.shape[2]
         self._storage, self._start = storage, storage.data_ptr()
-        self._windows: dict[int, torch.Tensor] = {}
         self._all_seen = torch.ones(1, 1, dtype=torch.int64, device=storage.device)
 
     def padding_mask(self) -> torch.Tensor:
@@ -79,9 +184,9 @@ class CardWindow:
             UnsupportedModelError: The kernel can't.
         """
         kernels = _kernels()
-        self._check_shape(key_states, value_states)
+        check_states(key_states, value_states)
         ring = Ring(key_store, value_store, self.lengths, self.cursor, self.capacity)
-        _launched(lambda: kernels.write_column(key_states[:, :, 0], value_states[:, :, 0], ring))
+        launched(lambda: kernels.write_column(key_states[:, :, 0], value_states[:, :, 0], ring))
         return key_store, value_store
 
     def attend(
@@ -95,66 +200,15 @@ class CardWindow:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of one new token per row over the row's own columns.
-
-        Args:
-            query: Shape [rows, heads, 1, dim].
-            key: What `update` returned, as [rows, kv heads, capacity, dim].
-            value: The same, of value dim.
-            mask: None, or a placeholder from `mask_for`.
-            scale: Factor of the scores.
-            softcap: Scores are squashed to (-softcap, softcap).
-            sinks: Extra score per head, of heads numbers.
-
-        Returns:
-            Shape [rows, 1, heads, value dim].
-
-        Raises:
-            UnsupportedModelError: The kernel can't do this.
-        """
+        """Attention of one new token per row over the row's own columns; see `CardView.attend`."""
         kernels = _kernels()
-        self._check_shape(query, key, value)
+        check_states(query, key, value)
         if not (self._is_whole(key) and self._is_whole(value)):
             raise UnsupportedModelError("attention reads keys or values computed from what the cache keeps")
-        heads = query.shape[1]
-        if sinks is not None and sinks.numel() != heads:
-            raise UnsupportedModelError("sinks differ by more than the head")
-        if heads % key.shape[1] or value.shape[1] != key.shape[1]:
-            raise UnsupportedModelError("heads don't share keys and values evenly")
-        rule = Rule(
-            scale,
-            softcap=softcap,
-            sinks=None if sinks is None else sinks.reshape(-1),
-            window=self._window_of(mask),
-        )
+        rule = self.rule(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
         ring = Ring(key.transpose(1, 2), value.transpose(1, 2), self.lengths, self.cursor, self.capacity)
-        out: torch.Tensor = _launched(lambda: kernels.decode_attention(query[:, :, 0], ring, rule))
+        out: torch.Tensor = launched(lambda: kernels.decode_attention(query[:, :, 0], ring, rule))
         return out[:, None]
-
-    def mask_for(self, mask_function: Callable[..., Any]) -> torch.Tensor | None:
-        """What stands for a mask: None where a row sees all it owns, else the placeholder of its window.
-
-        Args:
-            mask_function: From the model: whether query q sees column k, in order of age.
-
-        Raises:
-            UnsupportedModelError: The mask shows something else than the newest tokens.
-        """
-        window = recognize_window(mask_function, self.capacity)
-        if window is None:
-            return None
-        if window not in self._windows:
-            one = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-            self._windows[window] = one.expand(self._rows, 1, 1, self.capacity)
-        return self._windows[window]
-
-    def _window_of(self, mask: torch.Tensor | None) -> int | None:
-        if mask is None:
-            return None
-        for window, placeholder in self._windows.items():
-            if mask.data_ptr() == placeholder.data_ptr() and mask.shape == placeholder.shape:
-                return window
-        raise UnsupportedModelError("the model makes masks of its own")
 
     def _is_whole(self, states: torch.Tensor) -> bool:
         """Whether keys or values, [rows, heads, columns, dim], are all columns of these rows, as they lie."""
@@ -167,12 +221,18 @@ class CardWindow:
             and states.stride(3) == 1
         )
 
-    def _check_shape(self, *states: torch.Tensor) -> None:
-        widest, dtypes = max(one.shape[-1] for one in states), {one.dtype for one in states}
-        if widest > WIDEST_HEAD:
-            raise UnsupportedModelError(f"heads of {widest} are wider than {WIDEST_HEAD}")
-        if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
-            raise UnsupportedModelError(f"numbers of {', '.join(sorted(map(str, dtypes)))} together")
+
+def check_states(*states: torch.Tensor) -> None:
+    """Refuse heads that are too wide for the kernels, and numbers that they don't compute with.
+
+    Raises:
+        UnsupportedModelError: Such are there.
+    """
+    widest, dtypes = max(one.shape[-1] for one in states), {one.dtype for one in states}
+    if widest > WIDEST_HEAD:
+        raise UnsupportedModelError(f"heads of {widest} are wider than {WIDEST_HEAD}")
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
+        raise UnsupportedModelError(f"numbers of {', '.join(sorted(map(str, dtypes)))} together")
 
 
 def recognize_window(mask_function: Callable[..., Any], columns: int) -> int | None:
@@ -213,7 +273,7 @@ def _seen(mask_function: Callable[..., Any], newest: int) -> tuple[int, int]:
     return count, newest + 1
 
 
-def _launched(launch: Callable[[], Any]) -> Any:
+def launched(launch: Callable[[], Any]) -> Any:
     """Launch a kernel; what Triton can't compile is the model's shape, not a fault of the engine.
 
     Raises:

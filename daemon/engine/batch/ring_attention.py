@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from batond.daemon.engine.batch.card_window import CardWindow
+from batond.daemon.engine.batch.card_window import CardView
 from batond.daemon.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _local = threading.local()
 
 
 @contextlib.contextmanager
-def active_window(window: RingWindow | CardWindow) -> Iterator[None]:
+def active_window(window: RingWindow | CardView) -> Iterator[None]:
     """Tell mask and attention of this thread which window they work on."""
     _local.window = window
     try:
@@ -53,8 +53,8 @@ def ring_mask(*args: Any, mask_function: Any = causal_mask_function, **kwargs: A
     """
     if mask_function is causal_mask_function:
         return None
-    window: RingWindow | CardWindow = _local.window
-    if isinstance(window, CardWindow):
+    window: RingWindow | CardView = _local.window
+    if isinstance(window, CardView):
         return window.mask_for(mask_function)
     kwargs["allow_is_causal_skip"] = False  # A mask now and none then would be two kernels, two roundings.
     return window.to_ring_order(sdpa_mask(*args, mask_function=mask_function, **kwargs))
@@ -114,13 +114,13 @@ def ring_attention(  # noqa: PLR0917 - the interface's signature
     Returns:
         Shape [rows, 1, heads, value dim], and no weights.
     """
-    window: RingWindow | CardWindow = _local.window
+    window: RingWindow | CardView = _local.window
     softcap, s_aux, sinks = (
         None if name in window.ignored else kwargs.get(name) for name in ("softcap", "s_aux", "sinks")
     )
     sinks = sinks if s_aux is None else s_aux
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(window, CardWindow):
+    if isinstance(window, CardView):
         if kwargs.get("position_bias") is not None:
             raise UnsupportedModelError("attention adds a bias by position")
         found = window.attend(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks)

@@ -1,4 +1,4 @@
-"""What the card's kernels are told of a layer: its part of the ring, and how scores are made."""
+"""What the card's kernels are told of a layer: where keys and values are, and how scores are made."""
 
 from __future__ import annotations
 
@@ -48,3 +48,22 @@ class Rule:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """A layer's keys and values of a chunk, and where records are.
+
+    Attributes:
+        key: As computed, shape [kv heads, tokens, dim]; any strides, but the last is 1.
+        value: The same, shape [kv heads, tokens, value dim].
+        key_anchor: The layer's keys in the anchor, a record from which distances count: [kv heads, dim].
+        value_anchor: Its values there, [kv heads, value dim].
+        record_bytes: Between a prompt's columns.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_anchor: torch.Tensor
+    value_anchor: torch.Tensor
+    record_bytes: int

@@ -15,6 +15,7 @@ from batond.daemon.engine.model.recipe import Recipe
 from batond.daemon.engine.proof.extension import extends_exactly
 from batond.daemon.engine.proof.packing import find_packer
 from batond.daemon.engine.proof.probe import Way, alone_error, replay_error, shared_error
+from batond.daemon.engine.proof.prompts import prove_prompts
 from batond.daemon.engine.proof.rings import prove_arena, prove_ring, ring_way
 from batond.daemon.engine.proof.trial import Trial
 from batond.daemon.errors import ConfigError, UnsupportedModelError
@@ -92,7 +93,8 @@ def choose_batch(
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
         deterministic: No bit of a query may depend on its mates.
         inline: Prompts are computed in the batch, which therefore is padded, and nothing is kept of them.
-        pack_tokens: Most tokens of prompts computed together; None takes a default.
+        pack_tokens: Most prompt tokens computed at once, and of prompts computed together; None is no bound,
+            and a default.
         sessions: Find out whether slices of finished turns may be extended.
         card: What a ring may use of a card.
         arena: What a ring's memory is: "auto", "plain" or "elastic".
@@ -113,7 +115,9 @@ def choose_batch(
         raise ConfigError(f'arena must be "auto", "plain" or "elastic", not {arena!r}', arena=arena)
     kind = "padded" if inline else kind
     trial = Trial(model, deterministic=deterministic, rows=rows, card=card)
-    ways = [_shared(trial, kind, rows, max_query_tokens, arena=arena, governed=governed)]
+    ways = [
+        _shared(trial, kind, rows, max_query_tokens, chunk_tokens=pack_tokens, arena=arena, governed=governed)
+    ]
     if one_at_a_time and kind != "ring" and not deterministic:
         ways.append(_alone(trial))
     for serving in itertools.chain(*ways):
@@ -160,13 +164,29 @@ def _refusal(trial: Trial, kind: str, *, one_at_a_time: bool) -> str:
 
 
 def _shared(
-    trial: Trial, kind: str, rows: int, max_query_tokens: int | None, *, arena: str, governed: bool
+    trial: Trial,
+    kind: str,
+    rows: int,
+    max_query_tokens: int | None,
+    *,
+    chunk_tokens: int | None,
+    arena: str,
+    governed: bool,
 ) -> Iterator[Serving]:
     """Ways in which queries share forwards, best first."""
     for name, layout, way in trial.recipes():
         if kind != "padded":
             try:
-                yield from _ring(trial, layout, way, rows, max_query_tokens, arena=arena, governed=governed)
+                yield from _ring(
+                    trial,
+                    layout,
+                    way,
+                    rows,
+                    max_query_tokens,
+                    chunk_tokens=chunk_tokens,
+                    arena=arena,
+                    governed=governed,
+                )
             except ConfigError as refusal:
                 if kind == "ring":
                     raise
@@ -194,6 +214,7 @@ def _ring(
     rows: int,
     max_query_tokens: int | None,
     *,
+    chunk_tokens: int | None,
     arena: str,
     governed: bool,
 ) -> Iterator[Serving]:
@@ -202,9 +223,11 @@ def _ring(
     if proof is not None:
         new_arena, why = prove_arena(trial, layout, padded, proof, arena)
         elastic = arena == "elastic" and not why and governed
+        most_tokens = min((one for one in (chunk_tokens, max_query_tokens) if one is not None), default=None)
+        prompts = prove_prompts(trial, layout, padded, proof.card, most_tokens)
         size = plan_ring(trial.model, layout, rows, max_query_tokens, elastic=elastic)
-        way = ring_way(trial, layout, size.columns, padded, proof.card, new_arena=new_arena)
-        reason = f"ring: {_BESIDE} {proof.error:.1e} of generate's{size.remark}{proof.remark}"
+        way = ring_way(trial, layout, size.columns, prompts.way, proof.card, new_arena=new_arena)
+        reason = f"ring: {_BESIDE} {proof.error:.1e} of generate's{size.remark}{proof.remark}{prompts.remark}"
         if why:
             reason += f"; a plain arena: {why}"
             _log.warning("the ring's memory does not follow its rows: %s", why)

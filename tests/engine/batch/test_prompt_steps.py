@@ -1,0 +1,217 @@
+"""Captured prompts against those computed kernel by kernel.
+
+On the CPU with kernels written in torch; on a card (marked `gpu`) with its own and with CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from batond.bench import families
+from batond.daemon.engine import SamplingParams
+from batond.daemon.engine.batch import prompt_steps
+from batond.daemon.engine.batch.padded import PaddedBatch
+from batond.daemon.engine.batch.prompt_batch import CapturedPrompt
+from batond.daemon.engine.batch.prompt_inputs import MOST_PARTS, Part, PromptInputs
+from batond.daemon.engine.batch.prompt_steps import PromptSteps, prompt_sizes
+from batond.daemon.engine.model.causal import CausalModel
+from batond.daemon.engine.proof.trial import probe_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batond.daemon.engine import LocalEngine
+
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "mistral", "gpt2", "phi3"]
+ON_CPU = {"llama", "gemma2"}
+SIZES = (8, 24)
+
+
+def _places(names: list[str]) -> list[Any]:
+    """Families on both devices: few of them on the CPU, where all kernels are torch's."""
+    need = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+    on_card = [pytest.param(name, "cuda", marks=[pytest.mark.gpu, need], id=f"{name}-cuda") for name in names]
+    return [pytest.param(name, "cpu", id=f"{name}-cpu") for name in names if name in ON_CPU] + on_card
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """Where prompts run; the CPU passes for a card."""
+    if request.param == "cpu":
+        request.getfixturevalue("card_on_cpu")
+    return str(request.param)
+
+
+class Stand:
+    """A model's captured prompts, and the same computed kernel by kernel."""
+
+    def __init__(self, family: str, device: str, **options: Any) -> None:
+        self.model = CausalModel(families.make_family(family), device)
+        self.layout = probe_layout(self.model)
+        self.steps = PromptSteps(self.model, self.layout, SIZES, **options)
+        self.rng = random.Random(family)
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(3, 120) for _ in range(count)]
+
+    def padded(self) -> PaddedBatch:
+        return PaddedBatch(self.model, 1, self.layout)
+
+    def check(self, found: Any, expected: Any) -> None:
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
+
+    def check_slices(self, found: Any, expected: Any) -> None:
+        assert found.n_tokens == expected.n_tokens
+        for slot in self.layout.token_slots:
+            self.check(self.layout.token_part(slot, found), self.layout.token_part(slot, expected))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("family", "device"), _places(FAMILIES), indirect=["device"])
+def test_chunks_equal_those_computed_kernel_by_kernel(family: str, device: str, *, compiled: bool) -> None:
+    """R2: of one token, of exactly a size, longer than the largest; logits and slices, after a park, too."""
+    stand = Stand(family, device, compiled=compiled)
+    assert stand.steps.graphs.sizes == list(SIZES), stand.steps.graphs.why_no_more
+    mine, theirs = CapturedPrompt(stand.steps), stand.padded()
+    for count in (5, 1, 8, 24, 31, 3):
+        tokens = stand.tokens(count)
+        found, expected = (batch.step({0: tokens}) for batch in (mine, theirs))
+        stand.check(found, expected)
+        mine.check_integrity()
+        stand.check_slices(mine.extract(0), theirs.extract(0))
+        parked, mine = mine.extract(0), CapturedPrompt(stand.steps)
+        kept = parked.tokens.clone()
+        mine.embed(0, parked)
+    tokens = stand.tokens(26)
+    found, expected = (batch.step({0: tokens}, all_positions=True) for batch in (mine, theirs))
+    stand.check(found, expected)
+    assert torch.equal(parked.tokens, kept)
+
+
+@pytest.mark.parametrize(("family", "device"), _places(["llama"]), indirect=["device"])
+def test_noting_changes_no_bit(family: str, device: str) -> None:
+    """R2: a prompt computed again, without the log-probabilities that were noted before, is the same."""
+    stand = Stand(family, device)
+    tokens = stand.tokens(30)
+    plain, noting = CapturedPrompt(stand.steps), CapturedPrompt(stand.steps)
+    last = plain.step({0: tokens})[0]
+    stand.check(noting.step({0: tokens}, all_positions=True)[0, -1], last)
+    assert torch.equal(plain.extract(0).tokens, noting.extract(0).tokens)
+
+
+@pytest.mark.parametrize(("family", "device"), _places(["llama", "gemma2"]), indirect=["device"])
+def test_prompts_that_share_a_forward_equal_each_alone(family: str, device: str) -> None:
+    """Q8: chunks of several prompts, some behind what they have already."""
+    stand = Stand(family, device)
+    before = [stand.tokens(count) for count in (9, 0, 2)]
+    new = [stand.tokens(count) for count in (7, 3, 14)]
+    records, parts, expected = [], [], []
+    for old, token_ids in zip(before, new, strict=True):
+        alone = stand.padded()
+        room = torch.zeros(len(old) + len(token_ids), stand.layout.record_bytes, dtype=torch.uint8)
+        records.append(room.to(device))
+        if old:
+            alone.step({0: old})
+            records[-1][: len(old)] = alone.extract(0).tokens
+        parts.append(Part(token_ids, len(old), records[-1].data_ptr()))
+        expected.append((alone.step({0: token_ids})[0], alone.extract(0)))
+    found = stand.steps.run(parts)
+    for logits, mine, (their_logits, theirs) in zip(found, records, expected, strict=True):
+        stand.check(logits, their_logits)
+        stand.check(mine.view(torch.float32), theirs.tokens.view(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("family", "device"),
+    [one for one in _places(["llama", "gemma2"]) if one.id != "gemma2-cpu"],
+    indirect=["device"],
+)
+def test_an_engine_with_captured_prompts_emits_the_tokens_of_one_without(
+    family: str, device: str, make_engine: Callable[..., LocalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R2: chunks, prompts parked half done, sessions, log-probabilities; the reason says what is captured."""
+    monkeypatch.setattr(prompt_steps, "SIZES", (8, 16, 32))
+
+    def tokens(*, graphs: bool) -> list[Any]:
+        engine = make_engine(
+            families.make_family(family),
+            rows=3,
+            batch="ring",
+            chunk_tokens=12,
+            device=device,
+            max_query_tokens=64,
+            graphs=graphs,
+        )
+        assert ("prompts as graphs of 8, 16 tokens" in engine.batch_reason) == graphs, engine.batch_reason
+        rng = random.Random(2)
+        queries = []
+        for number in range(7):
+            prompt = [3 + (3 + number) * place % 110 for place in range(rng.randrange(1, 40))]
+            wanted = 3 if number == 4 else None
+            params = SamplingParams(max_tokens=rng.randrange(2, 9), ignore_eos=True, prompt_logprobs=wanted)
+            session = None if wanted else f"s{number % 2}"
+            queries.append(engine.submit(prompt, params, seed=number, session_id=session))
+        while any(query.live for query in queries):
+            engine.step()
+            for query in queries:
+                if query.live and not query.held and rng.random() < 0.1:
+                    engine.park(query)
+                elif query.held and rng.random() < 0.5:
+                    engine.resume(query)
+        engine.check_integrity()
+        return [query.output_token_ids for query in queries]
+
+    assert tokens(graphs=True) == tokens(graphs=False)
+
+
+@pytest.mark.parametrize("most", [1, 64, 65, 256, 2048, 10**6])
+def test_sizes_hold_every_chunk_or_end_at_the_largest(most: int) -> None:
+    sizes = prompt_sizes(most)
+    assert sizes[-1] >= min(most, prompt_steps.SIZES[-1])
+    assert len(sizes) == 1 or sizes[-2] < most
+
+
+def test_too_many_prompts_or_tokens_are_refused(card_on_cpu: list[Any]) -> None:
+    stand = Stand("llama", "cpu")
+    for parts in ([Part([5], 0, 0)] * (MOST_PARTS + 1), [Part([5] * 25, 0, 0)], []):
+        with pytest.raises(ValueError, match="don't fit"):
+            stand.steps.run(parts)
+    assert len(card_on_cpu) == len(SIZES)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama4_text", "bloom"])
+def test_what_the_kernel_can_not_do_is_refused(family: str, card_on_cpu: list[Any]) -> None:
+    """Keys computed from latents, chunked masks, a bias by position: nothing is captured, and why is said."""
+    model = CausalModel(families.make_family(family), "cpu")
+    steps = PromptSteps(model, probe_layout(model), SIZES)
+    assert not steps.graphs.sizes
+    assert steps.graphs.why_no_more
+    assert not card_on_cpu
+
+
+def test_blocks_tell_every_token_once_and_the_longest_ranges_first() -> None:
+    anchor = torch.zeros(64, dtype=torch.uint8)
+    inputs = PromptInputs(64, 16, anchor)
+    start = anchor.data_ptr()
+    for parts in ([(40, 0)], [(17, 100), (1, 3), (30, 0)], [(1, 0)] * MOST_PARTS, [(64, 7)]):
+        inputs.fill([Part([9] * count, past, start + 640 * n) for n, (count, past) in enumerate(parts)])
+        table = [block for block in inputs.blocks.T.tolist() if block[1]]
+        told = sorted(token + at for token, count, *_ in table for at in range(count))
+        assert told == list(range(64))
+        assert [block[2] for block in table] == sorted((block[2] for block in table), reverse=True)
+        lengths = [count for count, _ in parts]
+        ends = [sum(lengths[: n + 1]) - 1 for n in range(len(lengths))]
+        assert inputs.last.tolist() == ends + [ends[-1]] * (MOST_PARTS - len(ends))
+        used = sum(lengths)
+        assert inputs.position_ids[0, :used].tolist() == [
+            past + at for count, past in parts for at in range(count)
+        ]
+        expected = [
+            640 * n + 64 * (past + at) for n, (count, past) in enumerate(parts) for at in range(count)
+        ]
+        assert inputs.places[:used].tolist() == expected
+        assert not inputs.places[used:].any()
