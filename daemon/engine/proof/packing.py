@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from batond.daemon.engine.batch.prefill import PromptBatch
+    from batond.daemon.engine.batch.prompt_steps import PromptSteps
     from batond.daemon.engine.model.causal import CausalModel
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.engine.proof.probe import Reference, References
@@ -33,6 +34,7 @@ def find_packer(
     queries: References,
     *,
     most_tokens: int | None = None,
+    steps: PromptSteps | None = None,
 ) -> Packer | None:
     """A packer for the model, if packed prompts come out as each does alone.
 
@@ -42,11 +44,16 @@ def find_packer(
         new_prompt_batch: Makes an empty batch of one row.
         queries: What transformers generates alone: the criterion.
         most_tokens: Tokens of one forward; None takes a default.
+        steps: Captured forwards, which are tried first.
     """
     reason = _needless_to_try(model, layout)
-    kinds = () if reason else (True, False) if model.takes_logits_to_keep else (False,)
-    for kind in kinds:
-        packer = Packer(model, layout, most_tokens or DEFAULT_PACK_TOKENS, sparing=kind)
+    kinds: list[tuple[bool, PromptSteps | None]] = [(True, None), (False, None)]
+    if not model.takes_logits_to_keep:
+        kinds = [(False, None)]
+    elif steps is not None:
+        kinds = [(True, steps), *kinds]
+    for sparing, captured in [] if reason else kinds:
+        packer = Packer(model, layout, most_tokens or DEFAULT_PACK_TOKENS, sparing=sparing, steps=captured)
         reason = _fault(model, packer, new_prompt_batch, queries)
         if not reason:
             return packer

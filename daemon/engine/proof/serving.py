@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from batond.daemon.engine.batch.prefill import PromptBatch
+    from batond.daemon.engine.batch.prompt_steps import PromptSteps
     from batond.daemon.engine.batch.protocol import Batch
     from batond.daemon.engine.model.causal import CausalModel
     from batond.daemon.engine.model.layout import RecordLayout
@@ -47,6 +48,7 @@ class Serving:
         replay_by_step: Emitted tokens must be recomputed one by one: in one forward they come out otherwise.
         preemption_mode: "offload", or "recompute" where a parked query keeps nothing but its tokens.
         capacity: Columns of the ring, which bound a query's tokens; None without a ring.
+        prompt_steps: Captured forwards of prompts; None where each is launched kernel by kernel.
         packer: Computes short prompts together; None where they come out otherwise.
         extends_slices: A finished turn's slice may be extended by the prompt of the next.
     """
@@ -58,6 +60,7 @@ class Serving:
     replay_by_step: bool = False
     preemption_mode: str = "offload"
     capacity: int | None = None
+    prompt_steps: PromptSteps | None = None
     packer: Packer | None = None
     extends_slices: bool = False
 
@@ -143,7 +146,14 @@ def _completed(
     if trial.deterministic or not serving.chunkable:
         return serving
     prompts, batch = serving.new_prefill_batch, serving.batch
-    packer = find_packer(trial.model, batch.layout, prompts, trial.queries, most_tokens=pack_tokens)
+    packer = find_packer(
+        trial.model,
+        batch.layout,
+        prompts,
+        trial.queries,
+        most_tokens=pack_tokens,
+        steps=serving.prompt_steps,
+    )
     extends = False
     if sessions and serving.preemption_mode == "offload" and not serving.replay_by_step:
         most_tokens = serving.most_query_tokens(trial.model, max_query_tokens)
@@ -234,7 +244,8 @@ def _ring(
         if proof.remark:
             _log.warning("a slower way to decode was chosen%s", proof.remark)
         serving = _cached(trial, layout, way, rows, reason, capacity=size.columns)
-        yield replace(serving, reason=serving.reason + getattr(serving.batch, "remark", ""))
+        reason = serving.reason + getattr(serving.batch, "remark", "")
+        yield replace(serving, reason=reason, prompt_steps=prompts.steps)
 
 
 def _alone(trial: Trial) -> Iterator[Serving]:

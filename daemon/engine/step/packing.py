@@ -6,7 +6,8 @@
 
 A forward over one prompt of sixteen tokens costs nearly what one over a hundred costs: both read all weights
 once. Prompts no longer than the narrowest sliding window are right under one mask for all layers, because
-such a window hides none of their tokens. Whether a model honours the mask, `proof/packing.py` asks the
+such a window hides none of their tokens. Captured forwards (`batch/prompt_steps.py`) need no mask: their
+kernel knows whose a token is, windows included. Whether a model honours all that, `proof/packing.py` asks the
 model itself.
 """
 
@@ -19,14 +20,16 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.cache_utils import DynamicCache
 
+from batond.daemon.engine.batch.prompt_inputs import MOST_PARTS, Part
 from batond.daemon.engine.model.recipe import MaskForm, Recipe
+from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from batond.daemon.engine.batch.prompt_steps import PromptSteps
     from batond.daemon.engine.model.causal import CausalModel
     from batond.daemon.engine.model.layout import RecordLayout
-    from batond.offload.slice import KVSlice
 
 DEFAULT_PACK_TOKENS = 512
 LEAST_PACK_TOKENS = 64  # The probe's prompts must fit.
@@ -56,18 +59,33 @@ class Packer:
         layout: Byte layout of its cache.
         most_tokens: Tokens of one forward.
         sparing: The model computes logits at the places that are named; otherwise at all.
+        steps: Captured forwards; None computes kernel by kernel.
 
     Attributes:
         most_tokens: As given, within bounds and the model's context.
         most_prompt_tokens: Tokens of the longest prompt that may be packed.
+        most_prompts: Prompts of one forward.
     """
 
-    def __init__(self, model: CausalModel, layout: RecordLayout, most_tokens: int, *, sparing: bool) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        layout: RecordLayout,
+        most_tokens: int,
+        *,
+        sparing: bool,
+        steps: PromptSteps | None = None,
+    ) -> None:
         self.most_tokens = min(
             max(most_tokens, LEAST_PACK_TOKENS), MOST_PACK_TOKENS, model.max_context_tokens
         )
+        if steps is not None:
+            self.most_tokens = min(self.most_tokens, steps.most_tokens)
         half = self.most_tokens // 2  # A longer prompt fills a forward well enough alone.
-        self.most_prompt_tokens = min(half, _narrowest_window(model) or half)
+        window = _narrowest_window(model) if steps is None else 0
+        self.most_prompt_tokens = min(half, window or half)
+        self.most_prompts = self.most_tokens if steps is None else MOST_PARTS
+        self._steps = steps
         self._model = model
         self._layout = layout
         self._sparing = sparing
@@ -87,7 +105,7 @@ class Packer:
             if length > self.most_prompt_tokens:
                 packs.append([index])
                 room = 0
-            elif length > room:
+            elif length > room or len(packs[-1]) == self.most_prompts:
                 packs.append([index])
                 room = self.most_tokens - length
             else:
@@ -108,6 +126,8 @@ class Packer:
         if max(lengths) > self.most_prompt_tokens or sum(lengths) > self.most_tokens:
             raise ValueError(f"prompts of {lengths} tokens don't fit into a pack of {self.most_tokens}")
         device = self._model.device
+        if self._steps is not None:
+            return self._run_captured(self._steps, prompts)
         ends = list(accumulate(lengths))
         last = torch.tensor(ends, device=device) - 1
         cache = self._model.new_cache()
@@ -124,6 +144,19 @@ class Packer:
             for first, end in pairwise([0, *ends])
         ]
         return Packed(slices, logits if self._sparing else logits[last])
+
+    def _run_captured(self, steps: PromptSteps, prompts: Sequence[Sequence[int]]) -> Packed:
+        """Have one forward write every prompt's slice."""
+        device, record_bytes = self._model.device, self._layout.record_bytes
+        slices = [
+            KVSlice(
+                torch.empty(len(prompt), record_bytes, dtype=torch.uint8, device=device),
+                torch.empty(0, dtype=torch.uint8, device=device),
+            )
+            for prompt in prompts
+        ]
+        parts = [Part(prompt, 0, kv.tokens.data_ptr()) for prompt, kv in zip(prompts, slices, strict=True)]
+        return Packed(slices, steps.run(parts))
 
 
 def block_mask(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

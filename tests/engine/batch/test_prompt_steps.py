@@ -20,6 +20,7 @@ from batond.daemon.engine.batch.prompt_inputs import MOST_PARTS, Part, PromptInp
 from batond.daemon.engine.batch.prompt_steps import PromptSteps, prompt_sizes
 from batond.daemon.engine.model.causal import CausalModel
 from batond.daemon.engine.proof.trial import probe_layout
+from batond.daemon.engine.step.packing import Packer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,13 +47,20 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+ENGINES = pytest.mark.parametrize(
+    ("family", "device"),
+    [one for one in _places(["llama", "gemma2"]) if one.id != "gemma2-cpu"],
+    indirect=["device"],
+)
+
+
 class Stand:
     """A model's captured prompts, and the same computed kernel by kernel."""
 
-    def __init__(self, family: str, device: str, **options: Any) -> None:
+    def __init__(self, family: str, device: str, sizes: tuple[int, ...] = SIZES, **options: Any) -> None:
         self.model = CausalModel(families.make_family(family), device)
         self.layout = probe_layout(self.model)
-        self.steps = PromptSteps(self.model, self.layout, SIZES, **options)
+        self.steps = PromptSteps(self.model, self.layout, sizes, **options)
         self.rng = random.Random(family)
 
     def tokens(self, count: int) -> list[int]:
@@ -125,11 +133,22 @@ def test_prompts_that_share_a_forward_equal_each_alone(family: str, device: str)
         stand.check(mine.view(torch.float32), theirs.tokens.view(torch.float32))
 
 
-@pytest.mark.parametrize(
-    ("family", "device"),
-    [one for one in _places(["llama", "gemma2"]) if one.id != "gemma2-cpu"],
-    indirect=["device"],
-)
+@pytest.mark.parametrize(("family", "device"), _places(["llama", "gemma2"]), indirect=["device"])
+def test_packs_of_captured_prompts_equal_each_alone(family: str, device: str) -> None:
+    """Q8: prompts wider than a window, too; no pack has more prompts than a forward takes."""
+    stand = Stand(family, device, sizes=(64, 128))
+    packer = Packer(stand.model, stand.layout, 128, sparing=True, steps=stand.steps)
+    prompts = [stand.tokens(count) for count in (40, 2, 31, 1)]
+    packed = packer.run(prompts)
+    for prompt, logits, kv in zip(prompts, packed.logits, packed.slices, strict=True):
+        alone = stand.padded()
+        stand.check(logits, alone.step({0: prompt})[0])
+        stand.check_slices(kv, alone.extract(0))
+    packs = packer.packs([1] * 40 + [100] + [60] * 3)
+    assert [len(pack) for pack in packs] == [MOST_PARTS, MOST_PARTS, 8, 1, 2, 1]
+
+
+@ENGINES
 def test_an_engine_with_captured_prompts_emits_the_tokens_of_one_without(
     family: str, device: str, make_engine: Callable[..., LocalEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,10 +166,11 @@ def test_block_mask_is_causal_within_blocks() -> None:
 @given(lengths=st.lists(st.integers(1, 40), max_size=30))
 def test_packs_hold_every_prompt_once_within_bounds(lengths: list[int]) -> None:
     packer = Packer.__new__(Packer)
-    packer.most_tokens, packer.most_prompt_tokens = 64, 20
+    packer.most_tokens, packer.most_prompt_tokens, packer.most_prompts = 64, 20, 5
     packs = packer.packs(lengths)
     assert [index for pack in packs for index in pack] == list(range(len(lengths)))
     for pack in packs:
+        assert len(pack) <= packer.most_prompts
         assert len(pack) == 1 or (
             sum(lengths[index] for index in pack) <= packer.most_tokens
             and max(lengths[index] for index in pack) <= packer.most_prompt_tokens
