@@ -74,7 +74,7 @@ Listen = Annotated[list[str] | None, typer.Option(help="host:port or unix:/path;
 Policy = Annotated[str, typer.Option(help="Scheduling policy.")]
 Connect = Annotated[bool, typer.Option("--connect", help="Ask the queue's Redis servers, too.")]
 NoCompile = Annotated[bool, typer.Option("--no-compile", help="Compile no parts of decode steps on a card.")]
-NoGraphs = Annotated[bool, typer.Option("--no-graphs", help="Capture no decode steps on a card.")]
+NoGraphs = Annotated[bool, typer.Option("--no-graphs", help="Capture no decode steps and prompts on a card.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 

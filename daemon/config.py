@@ -200,7 +200,7 @@ class EngineConfig(Section):
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row, or refuse it.
         deterministic: Give a query the same bits whatever the load is; see `LocalEngine`.
         kernels: Decode on a card through the ring's own kernels, where they are exact for the model.
-        graphs: Capture the decode step on a card, where it can be; needs the kernels.
+        graphs: Capture decode steps and prompts on a card, where they can be; needs the kernels.
         compiled: Compile the small parts of captured steps.
         overlap: Begin a captured step before the books of the last one are done.
         arena: What the ring's memory is: `plain`, `elastic` or `auto`; see `LocalEngine`.

@@ -113,7 +113,7 @@ class LocalEngine:
             over several rows at once, packed prompts and sessions; refused where a probe finds other bits.
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
         kernels: Decode on a card through the ring's own kernels, where they are exact for the model.
-        graphs: Capture the decode step on a card, where it can be; needs the kernels.
+        graphs: Capture decode steps and prompts on a card, where they can be; needs the kernels.
         compiled: Compile the small parts of captured steps, where that is exact for the model.
         overlap: Begin a step before the books of the last one are done, where graphs are captured; the tokens
             are the same. See `step/ahead.py`.

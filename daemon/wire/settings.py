@@ -60,7 +60,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         one_at_a_time: Serve a model that no shared batch serves exactly in a batch of one row.
         deterministic: Give a query the same bits whatever the load is.
         kernels: Decode on a card through the ring's own kernels.
-        graphs: Capture the decode step on a card; needs the kernels.
+        graphs: Capture decode steps and prompts on a card; needs the kernels.
         compiled: Compile the small parts of captured steps.
         overlap: Begin a captured step before the books of the last one are done.
         arena: What the ring's memory is: "auto", "plain" or "elastic".

@@ -157,7 +157,7 @@ def capture_steps(
             break
         last_s, graphs.seconds = clock() - began_s - graphs.seconds, clock() - began_s
         graphs.nbytes = max(0, free_before - free_bytes())
-        _log.info("captured the step of %d rows in %.1f s", rows, last_s)
+        _log.info("captured the step of size %d in %.1f s", rows, last_s)
     return graphs
 
 
