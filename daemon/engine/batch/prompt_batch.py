@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batond.daemon.engine.batch.one_by_one import OneByOne
 from batond.daemon.engine.batch.prompt_inputs import Part
 from batond.daemon.memory.use import NO_KEYS_AND_VALUES
 from batond.offload.slice import KVSlice
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _SPARE_SHARE = 1 / 8  # A slice with more room than this behind it is copied out.
 
 
-class CapturedPrompt:
+class CapturedPrompt(OneByOne):
     """A batch of one row for a prompt; see `batch.Batch` and `prefill.PromptBatch` for the contract.
 
     What lies in the records below `lengths[0]` never changes again: a slice is a view on them.
@@ -29,7 +30,6 @@ class CapturedPrompt:
 
     kind = "prompt"
     rows = 1
-    likeliest = None
     intact = True
     memory = NO_KEYS_AND_VALUES
 
