@@ -1,7 +1,8 @@
 """An urgent query on the whole engine: idle, and with every row taken by less urgent ones.
 
-The engine runs in this process and is called step by step, so an arrival never finds a step half done: in a
-daemon up to one step more passes. A token counts when the step that made it has ended, as it is sent then.
+The engine runs in this process and is called step by step, so an arrival never finds a step half done, nor
+one begun before its time: in a daemon up to one step more passes. A token counts when the step that made it
+has ended, as it is sent then.
 """
 
 from __future__ import annotations
@@ -146,14 +147,21 @@ class EngineBench:
             second_s.append(time.perf_counter() - began_s)
             later_steps[-1] = self._engine.counters["steps"] - later_steps[-1]
             self._until(lambda: len(self._engine.queries) == self._running() == others)
-            for _ in range(_SETTLE_STEPS):
-                self._engine.step()
+            self._settle()
         return Answers(
             first_ms=Spread.of(first_s[_WARM_UP:], 1e3),
             second_ms=Spread.of(second_s[_WARM_UP:], 1e3),
             same_step=later_steps[_WARM_UP:].count(0),
             parks=self._engine.counters["parks"] - parks,
         )
+
+    def _settle(self) -> None:
+        """Some steps of those who are there; when the last one ends, the next query has come."""
+        for _ in range(_SETTLE_STEPS - 1):
+            self._engine.step()
+        self._engine.arrivals = lambda: True
+        self._engine.step()
+        self._engine.arrivals = None
 
     def _fill(self, tokens: int) -> None:
         """Take all rows with queries that go on until all is measured, and are past their quantum."""

@@ -81,6 +81,7 @@ class CardSteps:
         self._inputs = StepInputs(self._rows, storage.device)
         self._reader = TokenReader(self._rows, storage.device)
         self._last: StepOutput | None = None
+        self._chosen: torch.Tensor | None = None  # By whom follows the last step.
         self._following_rows = 0
         self._ignored = ignored_arguments(model.attention_name)
         self._linears: StreamedLinears | None = None
@@ -121,7 +122,7 @@ class CardSteps:
         return self._launch(max(tokens, default=0) + 1)
 
     def follow(self, rows: Sequence[int], lengths: Sequence[int], cursor: int) -> None:
-        """Set the inputs of the step after the last one, of which it takes the likeliest tokens, on the card.
+        """Set the inputs of the step after the last one, whose tokens it takes where they lie on the card.
 
         Args:
             rows: Of the last step, at least one; the others are idle in the next.
@@ -131,8 +132,10 @@ class CardSteps:
         Raises:
             RuntimeError: There was no step.
         """
+        if self._chosen is None:
+            raise RuntimeError("there was no step")
         self._following_rows = max(rows) + 1
-        self._inputs.follow(rows, self.last.likeliest, lengths, cursor)
+        self._inputs.follow(rows, self._chosen, lengths, cursor)
 
     def run_on(self) -> None:
         """Launch the step whose inputs `follow` has set; as `run`."""
@@ -149,13 +152,18 @@ class CardSteps:
             raise RuntimeError("there was no step")
         return self._last
 
-    def likeliest(self) -> Sequence[int]:
-        """The token ids of the greatest logits of the last step; waits for it, and for nothing behind it."""
+    def give(self, token_ids: torch.Tensor) -> None:
+        """Have these tokens follow the last step instead of the likeliest; int64, shape [its rows]."""
+        self._chosen = token_ids
+        self._reader.start(token_ids)
+
+    def tokens(self) -> Sequence[int]:
+        """The token ids behind the last step, the likeliest or those given; waits for them alone."""
         return self._reader.wait()
 
     def _launch(self, needed_rows: int) -> StepOutput:
         self._last = self.graphs.run(needed_rows) or self._eager()
-        self._reader.start(self._last.likeliest)
+        self.give(self._last.likeliest)
         return self._last
 
     def _step_of(self, rows: int) -> Callable[[], StepOutput]:

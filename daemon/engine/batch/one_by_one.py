@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class OneByOne:
     """Says no to steps ahead; see `protocol.Batch`."""
 
-    ahead = False
+    goes_ahead = ahead = False
 
     @staticmethod
     def likeliest() -> Sequence[int] | None:
@@ -24,6 +24,15 @@ class OneByOne:
     def prepare_ahead(rows: Sequence[int]) -> bool:  # noqa: ARG004 - the protocol's
         """Never."""
         return False
+
+    @staticmethod
+    def give(token_ids: torch.Tensor) -> None:  # noqa: ARG004 - the protocol's
+        """Nobody would take them.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError("no step follows on the card")
 
     @staticmethod
     def begin_ahead() -> None:

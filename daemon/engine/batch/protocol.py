@@ -95,6 +95,19 @@ class Batch(Protocol):
         """
 
     @property
+    def goes_ahead(self) -> bool:
+        """Whether steps can be begun before the host has seen the tokens of the last one."""
+
+    def give(self, token_ids: torch.Tensor) -> None:
+        """Have other tokens than the likeliest follow the last step; `likeliest` returns these instead.
+
+        Only where steps go ahead.
+
+        Args:
+            token_ids: int64, on the device, shape of the step's logits without the vocabulary.
+        """
+
+    @property
     def ahead(self) -> bool:
         """Whether a step was begun that is not in the books yet."""
 
@@ -102,7 +115,8 @@ class Batch(Protocol):
         """Have a step ready that follows the last one before the host has seen its tokens.
 
         Args:
-            rows: Of the last step; each takes its likeliest token. Those left out are idle in the new step.
+            rows: Of the last step; each takes its likeliest token, or what it was given. Those left out are
+                idle in the new step.
 
         Returns:
             Whether it is ready; False where the batch does no such thing.

@@ -19,7 +19,6 @@ column before that is written, and of every row that comes free.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +26,7 @@ import torch
 from batond.daemon.engine.batch.arenas.arena import ArenaShape, NewArena
 from batond.daemon.engine.batch.arenas.choice import auto_arena
 from batond.daemon.engine.batch.card_steps import NO_CARD, RING_RECIPE, CardSteps, CardUse
+from batond.daemon.engine.batch.pending import Pending
 from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, active_window, ignored_arguments
 from batond.daemon.engine.batch.ring_cache import ring_cache
 from batond.daemon.engine.batch.ring_window import RingWindow, ranges_up_to
@@ -41,27 +41,6 @@ if TYPE_CHECKING:
 
 #: A page is asked for so many steps ahead: a step takes some milliseconds, and mapping 64 pages about two.
 _EXPECT_STEPS = 2
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """A step that is not in the books yet.
-
-    Attributes:
-        rows: Those it computes and that are still occupied.
-        cursor: The column it writes.
-        begun: It was launched.
-    """
-
-    rows: set[int]
-    cursor: int
-    begun: bool = False
-
-    def leave(self, row: int) -> bool:
-        """Let a row go; returns whether the step, as launched, writes it."""
-        mine = row in self.rows
-        self.rows.discard(row)
-        return mine and self.begun
 
 
 class RingBatch:
@@ -112,7 +91,7 @@ class RingBatch:
         self._lengths = [0] * rows
         self._cursor = -1  # Newest column; -1 before the first.
         self.intact = True
-        self._ahead: _Ahead | None = None
+        self._ahead: Pending | None = None
         self._on_card: CardSteps | None = None
         if card.kernels:
             self._on_card = CardSteps(model, layout, self._storage, self._state, card)
@@ -160,8 +139,8 @@ class RingBatch:
         return self._lengths
 
     def likeliest(self) -> Sequence[int] | None:
-        """Token ids of the greatest logits of the first rows, where kernels of a card decode."""
-        return self._on_card.likeliest() if self._on_card is not None else None
+        """Token ids of the greatest logits of the first rows, or those given; None without a card."""
+        return self._on_card.tokens() if self._on_card is not None else None
 
     @property
     def memory(self) -> ArenaUse:
@@ -268,28 +247,40 @@ class RingBatch:
         return logits
 
     @property
+    def goes_ahead(self) -> bool:
+        """Whether steps can be begun ahead.
+
+        Not where rows have states, which a step for nobody would spoil, nor without graphs: an eager step
+        keeps the host busy all the while.
+        """
+        return self._on_card is not None and bool(self.graph_rows) and not self.layout.state_slots
+
+    def give(self, token_ids: torch.Tensor) -> None:
+        """Have these tokens follow the last step instead of the likeliest; int64, shape of its first rows."""
+        if self._on_card is None:
+            raise RuntimeError("no step follows on the card")
+        self._on_card.give(token_ids)
+
+    @property
     def ahead(self) -> bool:
         """Whether a step was begun that is not in the books yet."""
         return self._ahead is not None and self._ahead.begun
 
     def prepare_ahead(self, rows: Sequence[int]) -> bool:
-        """Set the inputs of the step after the last one, whose likeliest tokens it takes; launches nothing.
-
-        Not where rows have states, which a step for nobody would spoil, nor without graphs: an eager step
-        keeps the host busy all the while.
+        """Set the inputs of the step after the last one, whose tokens it takes; launches nothing.
 
         Raises:
             torch.OutOfMemoryError: There is no memory for its column; rows that got some keep it.
         """
         self._refuse_ahead()
-        if self._on_card is None or not self.graph_rows or self.layout.state_slots or not rows:
+        if self._on_card is None or not self.goes_ahead or not rows:
             return False
         lengths, cursor = self._grown(rows)
         self._commit_column(lengths, cursor)
         taken = set(rows)
         now = [length if row in taken else 0 for row, length in enumerate(lengths)]
         self._on_card.follow(rows, now, cursor)
-        self._ahead = _Ahead(taken, cursor)
+        self._ahead = Pending(taken, cursor)
         return True
 
     def begin_ahead(self) -> None:

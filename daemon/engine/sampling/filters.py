@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batond.daemon.engine.sampling.tensors import on_device
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -46,21 +48,24 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     Returns:
         Token ids, one per row.
     """
+    chosen: list[int] = sample_on_device(logits, draws).tolist()
+    return chosen
+
+
+def sample_on_device(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """As `sample`, without waiting for the device: int64, shape [len(draws)]."""
     tokens = logits.argmax(dim=-1)
     noisy = [row for row, draw in enumerate(draws) if draw.params.temperature > 0.0]
     if noisy:
-        index = torch.tensor(noisy, device=logits.device)
+        index = on_device(noisy, torch.int64, logits.device)
         tokens[index] = _sample_noisy(logits[index], [draws[row] for row in noisy])
-    chosen: list[int] = tokens.tolist()
-    return chosen
+    return tokens
 
 
 def _sample_noisy(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     """Tokens by temperature, top-k, top-p, min-p and noise; shape [rows]."""
     device = logits.device
-    temperature = torch.tensor(
-        [draw.params.temperature for draw in draws], dtype=torch.float64, device=device
-    )
+    temperature = on_device([draw.params.temperature for draw in draws], torch.float64, device)
     # float64: a temperature of 1e-6 must not overflow, and CPU and GPU must agree.
     scaled = logits.double() / temperature[:, None]
     scaled = scaled - scaled.amax(dim=-1, keepdim=True)
@@ -77,8 +82,10 @@ def _keep_top(scaled: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     if all(draw.params.top_k == 0 and draw.params.top_p == 1.0 for draw in draws):
         return scaled
     device = scaled.device
-    top_k = torch.tensor([min(draw.params.top_k or vocabulary, vocabulary) for draw in draws], device=device)
-    top_p = torch.tensor([draw.params.top_p for draw in draws], dtype=torch.float64, device=device)
+    top_k = on_device(
+        [min(draw.params.top_k or vocabulary, vocabulary) for draw in draws], torch.int64, device
+    )
+    top_p = on_device([draw.params.top_p for draw in draws], torch.float64, device)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     beyond_k = torch.arange(vocabulary, device=device)[None, :] >= top_k[:, None]
     ordered = ordered.masked_fill(beyond_k, -torch.inf)
@@ -94,7 +101,7 @@ def _keep_near(scaled: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     """Set everything below min-p of the likeliest (whose entry is 0) to minus infinity."""
     if all(draw.params.min_p == 0.0 for draw in draws):
         return scaled
-    min_p = torch.tensor([draw.params.min_p for draw in draws], dtype=torch.float64, device=scaled.device)
+    min_p = on_device([draw.params.min_p for draw in draws], torch.float64, scaled.device)
     return scaled.masked_fill(scaled < min_p.log()[:, None], -torch.inf)
 
 
@@ -112,15 +119,10 @@ def gumbel_noise(
     Returns:
         float64, shape [rows, vocabulary].
     """
-    keys = torch.tensor(
-        [
-            [seed & _MASK32, (seed >> 32) & _MASK32, position & _MASK32]
-            for seed, position in zip(seeds, positions, strict=True)
-        ],
-        dtype=torch.int64,
-        device=device,
-    )
-    row_key = _mix(keys[:, 0] ^ _mix(keys[:, 1] ^ _mix(keys[:, 2] + 0x9E3779B9 & _MASK32)))
+    low, high = [seed & _MASK32 for seed in seeds], [(seed >> 32) & _MASK32 for seed in seeds]
+    places = [position & _MASK32 for position in positions]
+    keys = on_device([*low, *high, *places], torch.int64, device).view(3, len(seeds))
+    row_key = _mix(keys[0] ^ _mix(keys[1] ^ _mix(keys[2] + 0x9E3779B9 & _MASK32)))
     ids = torch.arange(vocabulary, dtype=torch.int64, device=device)
     bits = _mix(_mix(ids)[None, :] ^ row_key[:, None])
     uniform = (bits.double() + 0.5) / (1 << 32)  # In (0, 1): neither logarithm sees 0.

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from batond.daemon.engine.sampling.filters import Draw, sample
+from batond.daemon.engine.sampling.filters import Draw, sample, sample_on_device
 from batond.daemon.engine.sampling.grammar import Grammars
 from batond.daemon.engine.sampling.logprobs import token_logprobs
 from batond.daemon.engine.sampling.penalties import History, TokenCounts, penalize
+from batond.daemon.engine.sampling.tensors import on_device
 from batond.daemon.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -115,15 +116,40 @@ class Sampler:
     @staticmethod
     def takes_likeliest(queries: Sequence[Sampled]) -> bool:
         """Whether all want the tokens of their greatest raw logits, and nothing else."""
+        return Sampler.takes_raw(queries) and all(query.sampling.temperature <= 0.0 for query in queries)
+
+    @staticmethod
+    def takes_raw(queries: Sequence[Sampled]) -> bool:
+        """Whether all want tokens of their raw logits, by noise or without, and nothing else.
+
+        Then what a row gets depends on no token that the host has not seen yet, but through the logits.
+        """
         return all(
-            query.sampling.temperature <= 0.0
-            and query.sampling.logprobs is None
+            query.sampling.logprobs is None
             and not query.sampling.logit_bias
             and not query.sampling.penalized
             and query.grammar is None
             and len(query.output_token_ids) >= query.sampling.min_tokens
             for query in queries
         )
+
+    @staticmethod
+    def draw(logits: torch.Tensor, rows: Sequence[int], queries: Sequence[Sampled]) -> torch.Tensor:
+        """The next tokens of queries that take them from raw logits, without waiting for the device.
+
+        Args:
+            logits: Raw float32 logits, shape [rows, vocabulary].
+            rows: Of the logits, one by query.
+            queries: Each once; see `takes_raw`.
+
+        Returns:
+            int64, shape of the logits without the vocabulary; rows of nobody have the likeliest.
+        """
+        tokens = logits.argmax(dim=-1)
+        index = on_device(rows, torch.int64, logits.device)
+        draws = [Draw(query.sampling, query.seed, len(query.output_token_ids)) for query in queries]
+        tokens[index] = sample_on_device(logits[index], draws)
+        return tokens
 
     def choose(self, logits: torch.Tensor, queries: Sequence[Sampled]) -> list[Choice]:
         """The next token of every row.

@@ -6,7 +6,7 @@
 The next step takes its tokens from the card, where the last one left them. It is prepared while the last one
 runs, and launched as soon as that one's tokens are seen, before anything else is done with them; not earlier,
 because by then it is known whether a row ends, and whether somebody has come who should not wait for it. What
-needs the host between logits and token (noise, penalties, grammars, log-probabilities) is never begun ahead.
+needs the host between logits and token (biases, penalties, grammars, log-probabilities) is never begun ahead.
 
 Until its tokens are taken in, nobody gets a row; plans wait that long. Rows may leave at any time: what the
 step computes for them is nobody's. So the tokens are those of the loop that does one step after the other.
@@ -51,7 +51,7 @@ class Ahead:
         """Have the next step ready behind the one that runs, if nobody needs the host in between.
 
         Args:
-            rows: Of the one that runs: all that are occupied, and all want the likeliest token.
+            rows: Of the one that runs: all that are occupied, and all take what is known of it on the device.
 
         Returns:
             Whether it is ready.

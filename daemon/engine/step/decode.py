@@ -77,7 +77,7 @@ class Decode:
         computed = self._taken() if self._ahead.begun else self._compute()
         if computed is None:
             return True
-        likeliest = self._likeliest(computed, go_on)
+        token_ids = self._token_ids(computed, go_on)
         for row, query in computed.rows:
             if not computed.cached[row]:  # Inline: this step prefilled the newcomer (vector shaping).
                 self._life.count_prefill(query, 0, computed.new_tokens[row])
@@ -89,7 +89,7 @@ class Decode:
             if query.replay_left:
                 self._note_replayed(query, computed.cached[row], computed.logits[row])
         if decoding:
-            self._append(decoding, computed.logits, likeliest)
+            self._append(decoding, computed.logits, token_ids)
         return True
 
     def _taken(self) -> Computed:
@@ -98,16 +98,32 @@ class Decode:
         rows, logits = self._ahead.take()
         return Computed(rows, cached, {row: 1 for row, _ in rows}, logits)
 
-    def _likeliest(self, computed: Computed, go_on: Callable[[], bool] | None) -> Sequence[int] | None:
-        """Token ids by row where all who decode want the likeliest and the step knows it; begins the next."""
-        decoding = [query for _, query in computed.rows if not query.replay_left]
-        if not decoding or not self._sampler.takes_likeliest(decoding):
+    def _token_ids(self, computed: Computed, go_on: Callable[[], bool] | None) -> Sequence[int] | None:
+        """Token ids by row where nothing but logits decides them; begins the next step. None elsewhere."""
+        decoding = [(row, query) for row, query in computed.rows if not query.replay_left]
+        queries, batch = [query for _, query in decoding], self._residency.batch
+        if not decoding or not self._sampler.takes_raw(queries):
             return None
+        if not self._sampler.takes_likeliest(queries):
+            on_card = go_on is not None and batch.goes_ahead and len(decoding) == len(computed.rows)
+            if not on_card or not self._draw(decoding, computed.logits):
+                return None
         ready = go_on is not None and self._ahead.prepare(computed.rows)
-        token_ids = self._residency.batch.likeliest()  # Waits for the step.
+        token_ids = batch.likeliest()  # Waits for the step.
         if ready and token_ids is not None and go_on is not None and go_on():
             self._ahead.begin(token_ids)
         return token_ids
+
+    def _draw(self, decoding: Sequence[tuple[int, Query]], logits: torch.Tensor) -> bool:
+        """Draw tokens that the next step takes on the device; False without memory for it."""
+        try:
+            drawn = self._sampler.draw(logits, [row for row, _ in decoding], [query for _, query in decoding])
+        except SHORTAGE_TYPES as error:
+            if not is_shortage(error):
+                raise
+            return False  # Choosing them gives memory back.
+        self._residency.batch.give(drawn)
+        return True
 
     def _compute(self) -> Computed | None:
         """The forward, with as many rows as there is memory for; None if there is none for a single one."""
@@ -152,12 +168,12 @@ class Decode:
         self._life.count_prefill(query, index, 1)
 
     def _append(
-        self, decoding: list[tuple[int, Query]], logits: torch.Tensor, likeliest: Sequence[int] | None
+        self, decoding: list[tuple[int, Query]], logits: torch.Tensor, token_ids: Sequence[int] | None
     ) -> None:
-        """Give every decoding row its token: the likeliest, where that will do, or all chosen at once."""
+        """Give every decoding row its token: of those by row, where they are known, or all chosen at once."""
         queries = [query for _, query in decoding]
-        if likeliest is not None:
-            chosen = [(query, Choice(likeliest[row])) for row, query in decoding]
+        if token_ids is not None:
+            chosen = [(query, Choice(token_ids[row])) for row, query in decoding]
         else:
             chosen = self._choosing.choose(logits, [row for row, _ in decoding], queries)
         self._relief.culprits.succeeded([query.query_id for query, _ in chosen])

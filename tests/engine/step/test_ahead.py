@@ -69,9 +69,10 @@ def make_one(card_on_cpu: list[Any]) -> MakeOne:
     return make
 
 
-def _greedy(rng: random.Random) -> SamplingParams:
-    """What goes ahead; ends by number, by id and by text."""
-    fields: dict[str, Any] = {"max_tokens": rng.randrange(1, 13), "ignore_eos": rng.randrange(2) == 0}
+def _unaided(rng: random.Random) -> SamplingParams:
+    """What goes ahead, greedy or with noise; ends by number, by id and by text."""
+    fields: dict[str, Any] = {"temperature": 0.8, "top_k": 9} if rng.randrange(2) else {}
+    fields |= {"max_tokens": rng.randrange(1, 13), "ignore_eos": rng.randrange(2) == 0}
     if rng.randrange(3) == 0:
         fields["stop"] = tuple(chr(rng.randrange(33, 127)) for _ in range(rng.randrange(1, 9)))
     if rng.randrange(3) == 0:
@@ -96,6 +97,20 @@ def _told(query: Query, *, exact: bool) -> Outcome:
     return outcome if exact else replace(outcome, logprobs=(), prompt_logprobs=())
 
 
+def test_noise_goes_ahead_too(make_one: MakeOne, begun: list[RingBatch]) -> None:
+    """R2: the numbers drawn depend on seed and place, whichever loop draws them."""
+    found = []
+    for overlap in (True, False):
+        engine = make_one(overlap=overlap)
+        sampling = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, top_p=0.9)
+        queries = [engine.submit([5, 6, 7], sampling, seed=seed) for seed in range(ROWS - 1)]
+        queries += _fill(engine, 1)
+        engine.run_until_idle()
+        found.append([query.output_token_ids for query in queries])
+    assert found[0] == found[1]
+    assert len(begun) > 5
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_random_schedules_give_the_same_overlapped_and_plain(
     make_one: MakeOne, begun: list[RingBatch], *, deterministic: bool
@@ -105,7 +120,7 @@ def test_random_schedules_give_the_same_overlapped_and_plain(
     draws, rng = Draws(overlapped, replays=False), random.Random(3)
     draw_any = draws.sampling
     for number in range(8):
-        draws.sampling = _greedy if number % 3 else draw_any  # type: ignore[method-assign]
+        draws.sampling = _unaided if number % 3 else draw_any  # type: ignore[method-assign]
         schedule = draws.schedule(rng)
         player = _play(overlapped, schedule)
         for mine, other in zip(player.queries, _play(plain, schedule).queries, strict=True):
