@@ -625,7 +625,8 @@ class LocalEngine:
         self.residency.settle()
         plan = self._plan()
         held_back = self._ahead.begun and plan.moves_rows
-        go_on = None if plan.chunks or held_back or not self._overlap else self._may_go_on
+        keep = held_back or not self._overlap or self._completes_soon(plan)
+        go_on = None if keep else self._may_go_on
         if self._ahead.begun:
             plan = plan.without_moves()
         self._note_reasons(plan)
@@ -666,6 +667,14 @@ class LocalEngine:
             fixed_chunks=self.deterministic,
         )
         return self._roster.plan(view)
+
+    def _completes_soon(self, plan: Plan) -> bool:
+        """Whether a prompt may be complete by the next step: then its query gets a row, if none is begun."""
+        most = self._step_tokens() if plan.chunks else None
+        return any(
+            most is None or self.queries[chunk.query_id].to_prefill_tokens - chunk.tokens <= most
+            for chunk in plan.chunks
+        )
 
     def _may_go_on(self) -> bool:
         """Whether the next decode may be begun before the books of this one are done."""

@@ -157,6 +157,26 @@ def test_nobody_coming_or_going_both_loops_count_the_same(make_one: MakeOne, beg
     assert len(begun) > 10
 
 
+def test_beside_the_chunks_of_a_prompt_steps_go_on_until_it_is_nearly_complete(
+    make_one: MakeOne, begun: list[RingBatch]
+) -> None:
+    """Its query gets its row in the same step as in the plain loop."""
+    counts = []
+    for overlap in (True, False):
+        engine = make_one(overlap=overlap)
+        queries = _fill(engine, 1, max_tokens=16)
+        for _ in range(3):
+            engine.step()
+        queries.append(engine.submit([9] * 29, SamplingParams(max_tokens=4, ignore_eos=True)))
+        before = len(begun)
+        while not queries[1].output_token_ids:
+            engine.step()
+        counts.append([len(query.output_token_ids) for query in queries])
+        assert len(begun) - before == (4 if overlap else 0), "6 chunks, and none begun beside the last two"
+        engine.run_until_idle()
+    assert counts[0] == counts[1]
+
+
 def test_what_came_is_heard_before_the_next_step_is_begun(make_one: MakeOne, begun: list[RingBatch]) -> None:
     """An arrival waits for the step that runs, and not for one more."""
     engine = make_one()
