@@ -157,7 +157,7 @@ class CardSteps:
         self._chosen = token_ids
         self._reader.start(token_ids)
 
-    def tokens(self) -> Sequence[int]:
+    def likeliest(self) -> Sequence[int]:
         """The token ids behind the last step, the likeliest or those given; waits for them alone."""
         return self._reader.wait()
 

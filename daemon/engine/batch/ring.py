@@ -140,7 +140,7 @@ class RingBatch:
 
     def likeliest(self) -> Sequence[int] | None:
         """Token ids of the greatest logits of the first rows, or those given; None without a card."""
-        return self._on_card.tokens() if self._on_card is not None else None
+        return self._on_card.likeliest() if self._on_card is not None else None
 
     @property
     def memory(self) -> ArenaUse:
