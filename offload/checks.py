@@ -3,19 +3,21 @@
     body     [ block | block | block | rest ]     XXH3 of each, several threads at once
     checksum   XXH3 over the header, then those of the blocks
 
-Half a gigabyte takes one core 50 ms, five times as long as its copy to the host.
+Half a gigabyte takes one core 58 ms, five times as long as its copy to the host; eight take 11 ms.
 """
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
 
     import torch
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES: Final = 16 << 20
 INLINE_BYTES: Final = 1 << 20
 #: Beyond some threads the memory is the limit; and others want cores, too.
-MOST_THREADS: Final = 4
+MOST_THREADS: Final = 8
 
 
 class Check:
@@ -31,28 +33,31 @@ class Check:
 
     Args:
         encoded_header: Without checksum.
-        blocks: The digests of the body's blocks, in order: as futures, or computed when they are asked for.
+        stripes: Digests of the body's blocks, every n-th from the first, the second, ... on: n of them.
+            Computed when they are asked for, if they are no futures.
     """
 
-    def __init__(self, encoded_header: bytes, blocks: list[Future[bytes]] | Iterator[bytes]) -> None:
+    def __init__(
+        self, encoded_header: bytes, stripes: list[Future[list[bytes]]] | Callable[[], list[bytes]]
+    ) -> None:
         self._header = encoded_header
-        self._blocks = blocks
+        self._stripes = stripes
         self._value: int | None = None
 
     @property
     def done(self) -> bool:
         """Whether `value` won't wait for long."""
-        return not isinstance(self._blocks, list) or all(block.done() for block in self._blocks)
+        return not isinstance(self._stripes, list) or all(stripe.done() for stripe in self._stripes)
 
     def value(self) -> int:
         """Wait for the checksum: 64 bits."""
         if self._value is None:
-            blocks = self._blocks
-            if isinstance(blocks, list):
-                blocks = (block.result() for block in blocks)
+            given = self._stripes
+            stripes = [stripe.result() for stripe in given] if isinstance(given, list) else [given()]
             digest = xxhash.xxh3_64(self._header)
-            for block in blocks:
-                digest.update(block)
+            for turn in zip_longest(*stripes, fillvalue=b""):
+                for block in turn:
+                    digest.update(block)
             self._value = int(digest.intdigest())
         return self._value
 
@@ -78,13 +83,15 @@ class Checker:
             encoded_header: Without checksum.
             body: Host bytes, each uint8 of shape [m]; read in place, until the check is done.
         """
-        blocks = _blocks(body, self._block_bytes)
-        if sum(part.numel() for part in body) <= self._inline_bytes:
-            return Check(encoded_header, map(_digest, blocks))
+        views = [part.numpy().data for part in body]
+        blocks = list(_blocks(views, self._block_bytes))
+        if sum(view.nbytes for view in views) <= self._inline_bytes:
+            return Check(encoded_header, partial(_digests, blocks))
+        most = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
         if self._threads is None:
-            threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
-            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="batond-check")
-        return Check(encoded_header, [self._threads.submit(_digest, block) for block in blocks])
+            self._threads = ThreadPoolExecutor(most, thread_name_prefix="batond-check")
+        stripes = [blocks[first::most] for first in range(min(most, len(blocks)))]
+        return Check(encoded_header, [self._threads.submit(_digests, stripe) for stripe in stripes])
 
     def close(self) -> None:
         """End the threads, when what they do is done; they come again when they are needed."""
@@ -93,23 +100,27 @@ class Checker:
             self._threads = None
 
 
-def _digest(block: list[torch.Tensor]) -> bytes:
+def _digests(blocks: list[list[memoryview]]) -> list[bytes]:
+    return [_digest(block) for block in blocks]
+
+
+def _digest(block: list[memoryview]) -> bytes:
     digest = xxhash.xxh3_128()
     for part in block:
-        digest.update(part.numpy().data)
+        digest.update(part)
     return bytes(digest.digest())
 
 
-def _blocks(body: list[torch.Tensor], nbytes: int) -> Iterator[list[torch.Tensor]]:
+def _blocks(body: list[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
     """Cut a body into blocks of so many bytes, wherever its parts end; the last may be shorter."""
-    block: list[torch.Tensor] = []
+    block: list[memoryview] = []
     missing = nbytes
     for whole in body:
         part = whole
-        while part.numel():
+        while part.nbytes:
             head, part = part[:missing], part[missing:]
             block.append(head)
-            missing -= head.numel()
+            missing -= head.nbytes
             if not missing:
                 yield block
                 block, missing = [], nbytes

@@ -9,6 +9,7 @@ for as long as it takes; chunk by chunk, nobody waits longer than for one chunk.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import threading
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CHUNK_BYTES = 64 << 20
+#: A copy is cut where a chunk ends, and each piece costs the host 20 us; locking one takes 15 ms, for which
+#: CUDA and NVML calls of others wait.
+DEFAULT_CHUNK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,12 +76,20 @@ class Reservation:
 
 
 class _Chunk:
-    """One mapping. Pages are committed at first touch; unmapped when no view is left."""
+    """One mapping. Pages are committed at first touch; unmapped when no view is left.
 
-    def __init__(self, nbytes: int) -> None:
+    Args:
+        nbytes: Its size.
+        huge: Ask for huge pages: touched and locked in half the time, read faster by checksums.
+    """
+
+    def __init__(self, nbytes: int, *, huge: bool) -> None:
         # Anonymous mappings begin at a page, so that two chunks' page locks never meet in one page, and go
         # back to the system as a whole.
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # The kernel has none.
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         self.array = np.frombuffer(mapping, dtype=np.uint8)
         self.tensor = torch.from_numpy(self.array)
         self.pinned = False
@@ -258,7 +269,7 @@ class HostPool:
             if self._chunks[at] is not None:
                 return
             try:
-                chunk = _Chunk(self._chunk_size(at))
+                chunk = _Chunk(self._chunk_size(at), huge=self._pinner is not None)
             except OSError as error:
                 raise MemoryError(f"no memory for a chunk of {self._chunk_size(at)} bytes") from error
             if commit:

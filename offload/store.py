@@ -33,6 +33,7 @@ from batond.offload.errors import (
     SliceLostError,
 )
 from batond.offload.header import describe, seal
+from batond.offload.landing import empty_records
 from batond.offload.poison import fill
 from batond.offload.retired import Retired
 from batond.offload.slice import KVSlice
@@ -203,7 +204,7 @@ class ParkedStore:
             entry.move(SliceState.LOADING)
             raise self._lost(entry)
         kv = KVSlice(
-            torch.empty((count, header.record_bytes), dtype=torch.uint8, device=device),
+            empty_records(count, header.record_bytes, device),
             torch.empty(header.state_bytes, dtype=torch.uint8, device=device),
         )
         if self._poison:
