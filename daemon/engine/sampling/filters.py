@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from batond.daemon.engine.model.read_back import to_list
 from batond.daemon.engine.sampling.tensors import on_device
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     Returns:
         Token ids, one per row.
     """
-    chosen: list[int] = sample_on_device(logits, draws).tolist()
+    chosen: list[int] = to_list(sample_on_device(logits, draws))
     return chosen
 
 

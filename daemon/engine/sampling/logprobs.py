@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from batond.daemon.engine.model.read_back import to_list
 from batond.daemon.wire.messages import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ def token_logprobs(
         One per place, the likeliest tokens first.
     """
     every = logits.double().log_softmax(dim=-1)
-    chosen = every.gather(-1, every.new_tensor(token_ids).long()[:, None])[:, 0].tolist()
+    chosen = to_list(every.gather(-1, every.new_tensor(token_ids).long()[:, None])[:, 0])
     values, ids = every.topk(min(max(tops), every.shape[-1]), dim=-1)
-    likeliest = zip(ids.tolist(), values.tolist(), strict=True)
+    likeliest = zip(to_list(ids), to_list(values), strict=True)
     return [
         TokenLogprobs(logprob=logprob, top=list(zip(row_ids, row_values, strict=True))[:top])
         for logprob, top, (row_ids, row_values) in zip(chosen, tops, likeliest, strict=True)
