@@ -47,6 +47,7 @@ from batond.daemon.engine.step.choosing import Choosing
 from batond.daemon.engine.step.decode import Decode
 from batond.daemon.engine.step.prompts import Prompts
 from batond.daemon.engine.step.relief import Relief
+from batond.daemon.engine.step.rows import Rows
 from batond.daemon.errors import (
     ConfigError,
     InvalidRequestError,
@@ -67,13 +68,13 @@ from batond.policies.classes import SlaClasses
 from batond.policies.registry import load_policy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from batond.daemon.engine.governing import Governing
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.engine.proof.serving import Serving
     from batond.daemon.memory.governor import MemoryStatus
-    from batond.daemon.scheduler.plan import ParkOrder, Plan
+    from batond.daemon.scheduler.plan import Plan
     from batond.daemon.wire.messages import QueryEvent, Snapshot
     from batond.offload.store import ParkedStore
     from batond.policies.base import Policy
@@ -284,6 +285,9 @@ class LocalEngine:
             packer=serving.packer,
             divisible=self.chunkable,
             grid_tokens=self._chunk_tokens if self.deterministic else None,
+        )
+        self._rows = Rows(
+            self.residency, self._spilling, self._life, self._relief, self._roster, inline=self._inline
         )
         self._ahead = Ahead(self.residency, self._roster, self.model.eos_token_ids)
         self._decode = Decode(
@@ -613,9 +617,10 @@ class LocalEngine:
     def step(self) -> bool:
         """Plan, prefill, park, place, decode; returns whether anything moved.
 
-        The copy for the likely next resume is begun before the decode, which on a GPU it runs beside. While
-        nothing finds memory, a step only waits a moment. Where the decode was begun in the step before, its
-        rows are fixed: who is to get one, or to lose one, does in the next.
+        Copies to the device are begun before prompts and decode, which on a GPU they run beside; whose copy
+        is under way gets its row in a later step. While nothing finds memory, a step only waits a moment.
+        Where the decode was begun in the step before, its rows are fixed: who is to get one, or to lose one,
+        does in the next.
         """
         self.counters["steps"] += 1
         if self._relief.pausing():
@@ -624,7 +629,9 @@ class LocalEngine:
         began_s = time.perf_counter()
         self.residency.settle()
         plan = self._plan()
-        held_back = self._ahead.begun and plan.moves_rows
+        self._spilling.write_ahead()
+        chunks = self._rows.prepare(plan)
+        held_back = self._ahead.begun and self._rows.can_move(plan)
         keep = held_back or not self._overlap or self._completes_soon(plan)
         go_on = None if keep else self._may_go_on
         if self._ahead.begun:
@@ -632,15 +639,10 @@ class LocalEngine:
         self._note_reasons(plan)
         if self.on_plan is not None:
             self.on_plan(plan)
-        self._spilling.write_ahead()
-        chunks = [chunk for chunk in plan.chunks if self._spilling.at_hand(self.queries[chunk.query_id])]
         self._prompts.run(chunks)
         self._spilling.let_go()
         if not self._relief.struck:  # Else rows may have been parked, and whoever got one would lose it.
-            self._take_rows(plan.park)
-            self._give_rows((*plan.resume, *plan.admit), plan.reasons)
-        if not self._relief.struck:
-            self._load_ahead(plan.prefetch)
+            self._rows.run(plan)
         decoded = self._decode.run(go_on)
         calm = not self._relief.struck
         self._relief.note_step(decoded=decoded, prompts=bool(chunks), rows=self.rows)
@@ -719,30 +721,6 @@ class LocalEngine:
                 plan.reasons,
                 plan.blocked,
             )
-
-    def _take_rows(self, orders: Sequence[ParkOrder]) -> None:
-        """Park the planned victims."""
-        for order in orders:
-            query = self.queries[order.query_id]
-            query.planner_parks += order.preempts
-            self._life.park(query, order.mode, cause=order.cause, for_query_id=order.for_query_id)
-
-    def _give_rows(self, query_ids: Sequence[str], reasons: Mapping[str, str]) -> None:
-        """Place the planned queries, but those that ended with their first token or lost a damaged copy."""
-        for query_id in query_ids:
-            query = self.queries.get(query_id)
-            ready = query is not None and (self._inline or not query.to_prefill_tokens)
-            if query is not None and ready and self._spilling.at_hand(query):
-                self._relief.place(query, reasons[query_id])
-                self._spilling.let_go()
-                if self._relief.struck:
-                    return  # Nor is there room for those behind it.
-
-    def _load_ahead(self, query_ids: Sequence[str]) -> None:
-        """Begin to bring back the first query for which a row is about to come free."""
-        query = self.queries.get(query_ids[0]) if query_ids else None
-        parked = query is not None and query.state is QueryState.PARKED
-        self.residency.load_ahead(query if query and parked and self._spilling.expect(query) else None)
 
     def _note_progress(self, plan: Plan, *, moved: bool) -> bool:
         """A batch that can't move although somebody could is a defect: say so instead of spinning."""

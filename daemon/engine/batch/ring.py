@@ -30,6 +30,7 @@ from batond.daemon.engine.batch.pending import Pending
 from batond.daemon.engine.batch.ring_attention import RING_ATTENTION, active_window, ignored_arguments
 from batond.daemon.engine.batch.ring_cache import ring_cache
 from batond.daemon.engine.batch.ring_window import RingWindow, ranges_up_to
+from batond.offload.landing import empty_records
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
@@ -195,8 +196,11 @@ class RingBatch:
         """Copy an occupied row out; byte ranges, no gather."""
         if not self._lengths[row]:
             raise RuntimeError(f"row {row} is idle")
-        parts = [self._storage[row, first:last] for first, last in self._ranges(self._lengths[row])]
-        tokens = parts[0].clone() if len(parts) == 1 else torch.cat(parts)
+        tokens = empty_records(self._lengths[row], self.layout.record_bytes, self.device)
+        done = 0
+        for first, last in self._ranges(self._lengths[row]):
+            tokens[done : done + last - first] = self._storage[row, first:last]
+            done += last - first
         return KVSlice(tokens, self._state[row].clone())
 
     def free(self, row: int) -> None:
@@ -204,13 +208,15 @@ class RingBatch:
 
         In torch, rows read together see each other's span behind a mask, and what is masked counts as zero
         times its value, which is not zero where one query's numbers overflowed: the arena zeroes them there.
+        The card's kernels read each row's own columns and nothing else.
         """
         cursor, length = self._cursor, self._lengths[row]
         if self._ahead is not None and self._ahead.leave(row):  # It writes one column more, for nobody.
             cursor, length = self._ahead.cursor, length + 1
         if self._ahead is not None and not self._ahead.rows:
             self._ahead = None
-        self._arena.release(row, ranges_up_to(cursor, length, self.capacity))
+        written = () if self._on_card is not None else ranges_up_to(cursor, length, self.capacity)
+        self._arena.release(row, written)
         self._state[row] = 0
         self._lengths[row] = self._held_columns[row] = 0
         self.intact = self.intact or not any(self._lengths)

@@ -18,18 +18,18 @@ import torch
 
 from batond.daemon.engine.batch.prefill import Prefill, PromptBatch
 from batond.daemon.engine.model.shortage import SHORTAGE_TYPES, is_shortage
+from batond.daemon.engine.queries.arriving import Arriving
 from batond.daemon.scheduler.plan import ParkMode
 from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorruptError
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from batond.daemon.engine.batch.protocol import Batch
     from batond.daemon.engine.queries.outgoing import Outgoing
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.engine.queries.sessions import Sessions
-    from batond.offload.entries import LoadTicket
     from batond.offload.slice import KVSlice
     from batond.offload.store import ParkedStore
 
@@ -64,8 +64,8 @@ class Residency:
     ) -> None:
         self._chunkable = chunkable
         self._counters = counters
-        self._ahead: LoadTicket | None = None
         self._outgoing = outgoing
+        self._arriving = Arriving(store, batch.device, counters)
         self.on_lost: Callable[[Query], None] = _nobody
         self.batch = batch
         self.store = store
@@ -112,33 +112,33 @@ class Residency:
                 self._let_go(query)
         return query.prefill
 
-    def load_ahead(self, query: Query | None) -> None:
-        """Begin to bring back the slice of a query that is likely to get the next row, beside the decode.
+    @property
+    def arriving(self) -> bool:
+        """Whether slices are on their way to the device whose rows are due."""
+        return self._arriving.due
 
-        One at a time: what was begun for another is given up, and its host copy stays. Without room on the
-        device nothing is begun; what is wrong with the copy is found when the row is there.
+    def bring(self, due: Sequence[Query], likely: Sequence[Query] = ()) -> None:
+        """Begin to bring slices back beside the decode, as many at once as there is room for, in this order.
+
+        What was begun for anybody else is given up, and its host copy stays. Without memory on the device
+        nothing is begun; what is wrong with a copy is found when its row is there.
 
         Args:
-            query: Parked, with a copy on the host; None is nobody.
+            due: Would have a row, or its next chunk, if their bytes were here; those without a host copy are
+                no error.
+            likely: Get a row soon.
         """
-        self._ahead = self._take_ahead(query)
-        if query is None or self._ahead is not None or not query.on_host_tokens:
-            return
-        if query.query_id in self._outgoing:
-            return  # It has not left the device yet.
-        try:
-            self._ahead = self.store.begin_load(query.query_id, self.batch.device)
-        except (CopyFailedError, HostPoolFullError):
-            return
-        except SliceCorruptError:  # Its file is lost, as is known by now.
-            self._forget(query)
-            self.on_lost(query)
-            return
-        except SHORTAGE_TYPES as error:
-            if not is_shortage(error):
-                raise
-            return
-        self._counters["loads_ahead"] += 1
+        self._arriving.expect({query.query_id for query in due}, {query.query_id for query in likely})
+        for number, query in enumerate((*due, *likely)):
+            self._begin_load(query, due=number < len(due))
+
+    def landed(self, query: Query) -> bool:
+        """Whether the query's KV can be had without waiting for a copy, or can't be had by waiting."""
+        return not query.on_host_tokens or self._arriving.landed(query.query_id)
+
+    def give_up_likely(self) -> None:
+        """Give up copies begun for those that have no right to a row yet."""
+        self._arriving.give_up_likely()
 
     def give_back(self) -> int:
         """Give back what nobody needs just now: copies begun ahead, slices that are leaving, pooled pages.
@@ -146,7 +146,7 @@ class Residency:
         Returns:
             Bytes that the batch gave back to the system; what the allocator of tensors did is not counted.
         """
-        self.load_ahead(None)
+        self._arriving.give_up()
         self._outgoing.finish_all()
         self.store.collect()
         freed_bytes = self.batch.trim()
@@ -227,8 +227,7 @@ class Residency:
         self.store.check_integrity()
         self.sessions.check_integrity()
         self._outgoing.check_integrity()
-        if self._ahead is not None and not self.store.parked_bytes(self._ahead.owner_id):
-            raise AssertionError(f"a copy of {self._ahead.owner_id} was begun, and nothing is parked")
+        self._arriving.check_integrity()
         for row, owner in enumerate(self.by_row):
             if (owner is not None) != bool(self.batch.lengths[row]):
                 raise AssertionError(f"row {row}: owner {owner}, {self.batch.lengths[row]} tokens")
@@ -301,25 +300,29 @@ class Residency:
             query.on_host_tokens = 0
             self._counters["resumes_from_device"] += 1
             return kv
-        ahead, digest = self._take_ahead(query), self.batch.layout.digest
+        ticket, digest = self._arriving.take(query.query_id), self.batch.layout.digest
         try:
-            if ahead is not None:
-                self._counters["loads_ahead_used"] += 1
-                return self.store.finish_load(ahead, layout_hash=digest)
-            return self.store.finish_load(
-                self.store.begin_load(query.query_id, self.batch.device, layout_hash=digest)
-            )
+            if ticket is None:
+                ticket = self.store.begin_load(query.query_id, self.batch.device, layout_hash=digest)
+            return self.store.finish_load(ticket, layout_hash=digest)
         except (SliceCorruptError, CopyFailedError, HostPoolFullError):
             self._forget(query)
             return None
 
-    def _take_ahead(self, query: Query | None) -> LoadTicket | None:
-        """The copy begun for this query; one begun for another is given up."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and (query is None or ahead.owner_id != query.query_id):
-            self.store.abort(ahead)
-            return None
-        return ahead
+    def _begin_load(self, query: Query, *, due: bool) -> None:
+        name = query.query_id
+        if not query.on_host_tokens or name in self._outgoing or name in self._arriving:
+            return  # It has not left the device yet, or is under way.
+        try:
+            self._arriving.begin(name, due=due)
+        except (CopyFailedError, HostPoolFullError):
+            return
+        except SliceCorruptError:  # Its file is lost, as is known by now.
+            self._forget(query)
+            self.on_lost(query)
+        except SHORTAGE_TYPES as error:
+            if not is_shortage(error):
+                raise
 
     def _load_session(self, query: Query) -> KVSlice | None:
         """Bring what the query's session spares it; from here on the query is on its own."""
@@ -333,9 +336,8 @@ class Residency:
 
     def _forget(self, query: Query) -> None:
         """Drop the host copy, whatever happens to it."""
-        if self._ahead is not None and self._ahead.owner_id == query.query_id:
-            self._ahead = None  # The store lets go of its copy.
         self._outgoing.forget(query.query_id)
+        self._arriving.forget(query.query_id)
         self.store.forget(query.query_id)
         query.on_host_tokens = 0
 

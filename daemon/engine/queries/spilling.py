@@ -131,7 +131,9 @@ class Spilling:
                 self._make_room(needed_bytes)
             if spiller.jobs or self._residency.leaving or self._store.retiring_bytes:
                 return True
-            self._residency.load_ahead(None)  # What is copied to the device makes no room.
+            if self._residency.arriving:
+                return True  # They make room as soon as they have their rows.
+            self._residency.give_up_likely()  # What is copied to the device makes no room.
             self._store.collect()
         self._refused = True
         if self._stuck_steps < PATIENCE_STEPS:

@@ -81,8 +81,8 @@ def test_hints_may_change_from_query_to_query(llama: Any, make_engine: Callable[
     for query in queries:
         engine.park(query)
     store = engine.residency.store
-    for query in (queries[0], queries[0], queries[1], None, queries[1]):
-        engine.residency.load_ahead(query)
+    for likely in (queries[:1], queries[:1], queries[1:], [], queries[1:]):
+        engine.residency.bring([], likely)
         engine.check_integrity()
     assert (engine.counters["loads_ahead"], store.stats.aborted) == (3, 2)
     engine.cancel(queries[1])
@@ -111,7 +111,7 @@ def test_a_copy_that_can_t_be_begun_ahead_is_made_when_the_row_is_there(
 ) -> None:
     """M6: no room beside the batch is no reason to lose anything."""
     engine, query = parked_behind_an_urgent_one(make_engine, llama)
-    engine.residency.load_ahead(None)
+    engine.residency.bring([])
     store = engine.residency.store
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -119,7 +119,7 @@ def test_a_copy_that_can_t_be_begun_ahead_is_made_when_the_row_is_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "begin_load", refuse)
-        engine.residency.load_ahead(query)
+        engine.residency.bring([], [query])
     finish(engine, query, solo, llama)
     assert query.recomputed_tokens == 0
 
