@@ -169,7 +169,8 @@ class StreamCopier:
                 f"the slice is on {kv.tokens.device} and {kv.state.device}, not on {self.device}"
             )
         pieces = list(matching_pieces(kv, reservation))
-        before = torch.cuda.current_stream(self.device).record_event()
+        before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        before.record(torch.cuda.current_stream(self.device))
         if not to_host:
             pieces = [(host_bytes, device_bytes) for device_bytes, host_bytes in pieces]
         return StreamTransfer(self._thread.submit(_queue, stream, before, pieces), kv)
