@@ -5,8 +5,8 @@ another process. Only for attention that reads each row's own columns and nothin
 do: an address without memory faults, and memory from the pool holds what its last owner left. It is not
 zeroed, which would cost a write of every byte, because no kernel ever reads what its row has not written.
 
-Mapping a page takes longer than a step should wait, so a thread does it ahead of the cursor; it also
-unmaps what rows gave back, once the card is done with it.
+Mapping a page takes longer than a step should wait, so a thread does it ahead of the cursor; it also gives
+back to the driver what rows gave back and is too much to keep, once the card is done with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -25,15 +26,18 @@ from batond.daemon.engine.batch.arenas.pages import PageGrid, page_bytes_for
 from batond.daemon.memory.use import ArenaUse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from batond.daemon.engine.batch.arenas.arena import ArenaShape
-    from batond.daemon.engine.batch.arenas.driver import Driver, Fence
+    from batond.daemon.engine.batch.arenas.driver import Driver
 
 _log = logging.getLogger(__name__)
 
-#: What is kept of released memory: enough for a row or two, so that a park and a resume cost no creation.
-POOL_BYTES: Final = 256 << 20
+#: What is kept of released memory, most of it mapped where it was: enough for a row or two, so that the next
+#: query of a row finds its pages there.
+POOL_BYTES: Final = 1 << 30
+#: Between two pages that are given back, so that the engine's thread finds the books free.
+_PAUSE_S: Final = 0.0005
 _CLOSE_S: Final = 10.0
 
 
@@ -98,9 +102,8 @@ class CardArena:
 
     def release(self, row: int, written: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002 - nothing is zeroed
         """Take all pages from the row."""
-        fence = self._pages.release(row)
-        if fence is not None and self._keeper is not None:
-            self._keeper.settle(fence)
+        if self._pages.release(row) and self._keeper is not None:
+            self._keeper.shrink()
 
     def holds(self, row: int, first: int, last: int) -> bool:
         """Whether these columns are mapped."""
@@ -132,7 +135,7 @@ class CardArena:
 
 
 class Keeper(threading.Thread):
-    """Maps ahead of the cursor and unmaps behind freed rows, beside the engine's thread.
+    """Maps ahead of the cursor and gives memory back behind freed rows, beside the engine's thread.
 
     Args:
         pages: Of the arena; closed when the keeper ends.
@@ -143,51 +146,58 @@ class Keeper(threading.Thread):
     def __init__(self, pages: CardPages, driver: Driver, pool_bytes: int) -> None:
         super().__init__(name="batond-arena", daemon=True)
         self._pages, self._driver, self._pool_bytes = pages, driver, pool_bytes
-        self._orders: queue.SimpleQueue[tuple[int, range] | Fence | threading.Event | None]
-        self._orders = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._trims = threading.Event()  # Ordered, and not begun.
+        self._shrinks = False  # There may be more than is kept.
 
     def expect(self, row: int, pages: range) -> None:
         """Map a row's pages soon."""
-        self._orders.put((row, pages))
+        self._orders.put(partial(self._pages.commit_if_held, row, pages))
 
-    def settle(self, fence: Fence) -> None:
-        """Unmap what was released before a fence, once the card has passed it."""
-        self._orders.put(fence)
+    def shrink(self) -> None:
+        """Give back what is too much to keep, page by page, once the card is done with it."""
+        self._orders.put(self._begin_to_shrink)
 
     def trim(self) -> None:
         """Give all pooled memory back soon; ordering it again before that changes nothing."""
         if not self._trims.is_set():
             self._trims.set()
-            self._orders.put(self._trims)
+            self._orders.put(self._trim)
 
     def stop(self) -> None:
         """Do what was ordered, close the pages and end."""
         self._orders.put(None)
 
     def run(self) -> None:
-        """Follow orders."""
+        """Follow orders; what can wait is done between them."""
         self._driver.attach()
-        while (order := self._orders.get()) is not None:
+        while True:
             try:
-                self._follow(order)
+                order = self._orders.get(timeout=_PAUSE_S if self._shrinks else None)
+            except queue.Empty:
+                order = self._shrink_a_bit
+            if order is None:
+                break
+            try:
+                order()
             except torch.OutOfMemoryError:
                 continue  # The step that needs the page will say so.
             except (DriverError, torch.AcceleratorError):
                 _log.exception("the arena's keeper failed")
         self._pages.close()
 
-    def _follow(self, order: tuple[int, range] | Fence | threading.Event) -> None:
-        if isinstance(order, tuple):
-            self._pages.commit_if_held(*order)
-            return
-        if isinstance(order, threading.Event):
-            order.clear()
-            self._pages.trim(0)
-            return
-        order.wait()
-        self._pages.settle()
-        self._pages.shrink(self._pool_bytes)
+    def _begin_to_shrink(self) -> None:
+        self._shrinks = True
+
+    def _shrink_a_bit(self) -> None:
+        self._shrinks = False  # What the driver refuses waits for the next freed row.
+        given = self._pages.shrink(self._pool_bytes)
+        over = self._pages.pooled_bytes > self._pool_bytes
+        self._shrinks = over and (given or self._pages.next_fence() is not None)
+
+    def _trim(self) -> None:
+        self._trims.clear()
+        self._pages.trim(0)
 
 
 def _whole(grid: PageGrid, pages: CardPages, driver: Driver) -> torch.Tensor:

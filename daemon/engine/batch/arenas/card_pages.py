@@ -3,12 +3,15 @@
     driver --create--> pool --map, set_access--> held by a row --release--> leaving --unmap--> pool
     driver <-destroy-- pool                                    <-take back--
 
-A page that a row gave back stays mapped (`leaving`) until the card has done all work that may read it. If its
-row comes back to it before, it is taken back as it is: work on one stream takes its turn.
+A page that a row gave back stays mapped (`leaving`) at least until the card has done all work that may read
+it, and then as long as its memory is not wanted elsewhere: access costs by the page, and the next query of a
+row needs most of the pages that the last one had. It takes them back as they are: work on one stream takes
+its turn.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from dataclasses import dataclass
@@ -104,9 +107,19 @@ class CardPages:
             torch.OutOfMemoryError: There is none; the row holds what it held.
             DriverError: The driver says no; likewise.
         """
-        if not self.holds(row, pages):  # Without the lock: only the caller takes pages from a row.
-            with self._lock:
-                self._commit(row, pages)
+        if self.holds(row, pages):  # Without the lock: only the caller takes pages from a row.
+            return
+        while True:
+            try:
+                with self._lock:
+                    self._commit(row, pages)
+            except torch.OutOfMemoryError:
+                fence = self.next_fence()
+                if fence is None:
+                    raise
+            else:
+                return
+            fence.wait()  # For memory that is leaving; the keeper goes on meanwhile.
 
     def commit_if_held(self, row: int, pages: range) -> None:
         """As `commit`, for a row that holds something by now; one that holds nothing was freed meanwhile."""
@@ -114,37 +127,15 @@ class CardPages:
             if self._held[row] and not self._closed:
                 self._commit(row, pages)
 
-    def release(self, row: int) -> Fence | None:
-        """Take all pages from a row.
-
-        Returns:
-            What to wait for before `settle` can pool them; None if there were none.
-        """
+    def release(self, row: int) -> bool:
+        """Take all pages from a row; returns whether it had any."""
         with self._lock:
-            if not self._held[row]:
-                return None
             return self._leave(row, list(self._held[row]))
 
-    def settle(self) -> None:
-        """Unmap the pages that rows gave back and the card is done with, and pool them."""
-        with self._lock:
-            self._settle(wait=False)
-
     def trim(self, keep_bytes: int) -> int:
-        """Settle all that rows gave back by now, and shrink; other threads go on while it waits for the card.
+        """Give all memory back that no row holds now, but some; waits for the card to be done with it.
 
-        Returns:
-            Bytes given back.
-        """
-        with self._lock:
-            fences = dict.fromkeys(leaving.fence for leaving in self._leaving.values())
-        for fence in fences:
-            fence.wait()
-        self.settle()
-        return self.shrink(keep_bytes)
-
-    def shrink(self, keep_bytes: int) -> int:
-        """Give pooled memory back to the driver.
+        Other threads go on meanwhile.
 
         Args:
             keep_bytes: Of it.
@@ -152,17 +143,38 @@ class CardPages:
         Returns:
             Bytes given back.
         """
+        if self.pooled_bytes > keep_bytes:
+            with self._lock:
+                fences = dict.fromkeys(leaving.fence for leaving in self._leaving.values())
+            for fence in fences:
+                fence.wait()
         given = 0
-        with self._lock:
-            while self._pool and len(self._pool) * self.grid.page_bytes > keep_bytes:
-                try:
-                    self._driver.destroy(self._pool[-1])
-                except DriverError:
-                    _log.exception("the driver does not take memory back")
-                    break
-                self._pool.pop()
-                given += self.grid.page_bytes
+        while self.shrink(keep_bytes):
+            given += self.grid.page_bytes
         return given
+
+    def shrink(self, keep_bytes: int) -> bool:
+        """Give one page of memory back to the driver that no row holds, if there is more than is kept.
+
+        Returns:
+            Whether it was given back. Not so long as the card may still read all that there is.
+        """
+        with self._lock:
+            if self.pooled_bytes <= keep_bytes or not (self._pool or self._unmap_oldest()):
+                return False
+            try:
+                self._driver.destroy(self._pool[-1])
+            except DriverError:
+                _log.exception("the driver does not take memory back")
+                return False
+            self._pool.pop()
+        return True
+
+    def next_fence(self) -> Fence | None:
+        """What to wait for until the card is done with more that rows gave back; None if it is with all."""
+        with self._lock:
+            fences = dict.fromkeys(leaving.fence for leaving in self._leaving.values())
+        return next((fence for fence in fences if not fence.done()), None)
 
     def close(self) -> None:
         """Give everything back; what the driver refuses is logged and lost."""
@@ -170,17 +182,19 @@ class CardPages:
             if self._closed:
                 return
             self._closed = True
-            try:
+        try:
+            with self._lock:
                 for row, held in enumerate(self._held):
-                    if held:
-                        self._leave(row, list(held))
-                self._settle(wait=True)
-                while self._pool:
-                    self._driver.destroy(self._pool.pop())
-                if not self._leaving:  # Else the driver would refuse.
+                    self._leave(row, list(held))
+            self.trim(0)
+            with self._lock:
+                if not self.pooled_bytes:  # Else the driver would refuse.
                     self._driver.unreserve(self.address, self.grid.nbytes)
-            except (DriverError, torch.AcceleratorError):
-                _log.exception("an arena could not be given back whole")
+                    return
+        except (DriverError, torch.AcceleratorError):
+            _log.exception("an arena could not be given back whole")
+        else:
+            _log.error("an arena could not be given back whole: %d bytes are left", self.pooled_bytes)
 
     def check_integrity(self) -> None:
         """Raise AssertionError where a handle is in two places, a page outside, or the sum wrong."""
@@ -229,13 +243,15 @@ class CardPages:
             self._leaving[row, page] = _Leaving(handle, _Unused(), accessible=False)
             self._unmap(row, page)
 
-    def _leave(self, row: int, pages: Sequence[int]) -> Fence:
-        """Take pages from a row; they stay mapped for now."""
+    def _leave(self, row: int, pages: Sequence[int]) -> bool:
+        """Take pages from a row; they stay mapped for now. Returns whether there were any."""
+        if not pages:
+            return False
         fence = self._driver.fence()
         for page in pages:
             self._leaving[row, page] = _Leaving(self._held[row].pop(page), fence)
         self._held_pages -= len(pages)
-        return fence
+        return True
 
     def _placed(self, row: int, page: int) -> int:
         """Map memory behind a page, without access to it yet; returns its handle."""
@@ -249,34 +265,45 @@ class CardPages:
         return handle
 
     def _memory(self) -> int:
-        """A page of memory: of the pool, else new, else of what is leaving."""
+        """A page of memory: pooled; else new, which costs less than unmapping; else what is leaving."""
         if self._pool:
             return self._pool.pop()
         try:
             return self._driver.create(self.grid.page_bytes)
         except torch.OutOfMemoryError:
-            self._settle(wait=True)
-            if not self._pool:
+            if not self._unmap_oldest():
                 raise
             return self._pool.pop()
 
-    def _settle(self, *, wait: bool) -> None:
-        for (row, page), leaving in list(self._leaving.items()):
-            if not leaving.fence.done():
-                if not wait:
-                    return  # Younger ones are no further.
-                leaving.fence.wait()
-            self._unmap(row, page)
+    def _unmap_oldest(self) -> bool:
+        """Pool the page that left first of those that the card is done with; returns whether there is one."""
+        busy: Fence | None = None
+        for row, page in _in_turn(self._leaving):
+            fence = self._leaving[row, page].fence
+            if fence is busy or not fence.done():
+                busy = fence
+            elif self._unmap(row, page):
+                return True
+        return False
 
-    def _unmap(self, row: int, page: int) -> None:
-        """Pool a page that is leaving; one that the driver does not unmap stays, and is tried again."""
+    def _unmap(self, row: int, page: int) -> bool:
+        """Pool a page that is leaving; one that the driver does not unmap stays, and is tried again, last."""
         address = self.address + self.grid.offset(row, page)
+        leaving = self._leaving.pop((row, page))
         try:
             self._driver.unmap(address, self.grid.page_bytes)
         except DriverError:
+            self._leaving[row, page] = leaving
             _log.exception("a page of row %d could not be unmapped", row)
-            return
-        self._pool.append(self._leaving.pop((row, page)).handle)
+            return False
+        self._pool.append(leaving.handle)
+        return True
+
+
+def _in_turn(leaving: Mapping[tuple[int, int], _Leaving]) -> Iterator[tuple[int, int]]:
+    """Rows and pages, which may change places meanwhile; mostly the first is all that is asked for."""
+    yield from itertools.islice(leaving, 1)
+    yield from list(leaving)
 
 
 def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:

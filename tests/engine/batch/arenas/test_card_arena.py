@@ -88,7 +88,8 @@ def test_a_page_that_can_not_be_unmapped_is_tried_again(
     arena = make_card_arena()
     arena.commit(0, 0, 100)
     arena.release(0, [])
-    driver.cue("unmap", REFUSED, after=3)
+    driver.cue("unmap", REFUSED, after=3, times=1)
+    driver.cue("unmap", REFUSED, after=ROW_PAGES, times=2)
     assert arena.trim() == (ROW_PAGES - 1) * PAGE
     assert "could not be unmapped" in caplog.text
     assert arena.use.pooled_bytes == PAGE
@@ -142,20 +143,24 @@ def test_nothing_is_unmapped_that_the_card_may_still_read(make_card_arena: MakeA
     driver.busy = True
     arena.release(0, [])
     unmapped = driver.calls["unmap"]
-    arena._pages.settle()
+    assert not arena._pages.shrink(0)
     arena.commit(1, 0, 50)
     assert driver.calls["unmap"] == unmapped
     driver.finish()
-    arena._pages.settle()
+    assert arena.trim() == ROW_PAGES * PAGE
     assert driver.calls["unmap"] == unmapped + ROW_PAGES
 
 
-def test_a_row_takes_back_what_it_gave_a_moment_ago(make_card_arena: MakeArena, driver: Any) -> None:
-    arena = make_card_arena()
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_row_takes_back_what_it_gave(make_card_arena: MakeArena, driver: Any, *, busy: bool) -> None:
+    """Also long after: nobody else wanted the memory, and access costs by the page."""
+    arena = make_card_arena(background=not busy)
     arena.commit(0, 0, 100)
     arena.tensor[0, :] = 4
-    driver.busy = True
+    driver.busy = busy
     arena.release(0, [])
+    if not busy:
+        _until_followed(arena)
     calls = driver.calls.copy()
     arena.commit(0, 30, 60)
     assert {name: driver.calls[name] for name in ("create", "map", "unmap")} == {
@@ -164,6 +169,65 @@ def test_a_row_takes_back_what_it_gave_a_moment_ago(make_card_arena: MakeArena, 
     assert bool((arena.tensor[0, 30:60] == 4).all())
     driver.finish()
     assert arena.trim() == (ROW_PAGES - arena.row_bytes(0) // PAGE) * PAGE
+
+
+def test_new_memory_is_had_before_a_page_is_taken_from_where_it_is(
+    make_card_arena: MakeArena, driver: Any
+) -> None:
+    """Creating costs less than unmapping; what is idle for long is what is too much to keep."""
+    arena = make_card_arena()
+    arena.commit(0, 0, 100)
+    arena.release(0, [])
+    unmapped = driver.calls["unmap"]
+    arena.commit(1, 0, 50)
+    assert driver.calls["unmap"] == unmapped
+    assert arena.use.pooled_bytes == ROW_PAGES * PAGE
+    driver.card_bytes = driver.used_bytes
+    arena.commit(1, 50, 100)
+    assert driver.calls["unmap"] > unmapped
+    assert arena.use.pooled_bytes < ROW_PAGES * PAGE
+
+
+def test_who_waits_for_memory_keeps_nobody_from_the_books(make_card_arena: MakeArena, driver: Any) -> None:
+    """A full card, and what is leaving is still read: the keeper and whoever asks for use go on."""
+    driver.card_bytes = ROW_PAGES * PAGE
+    arena = make_card_arena()
+    arena.commit(0, 0, 100)
+    driver.busy = True
+    driver.held_up.set()
+    arena.release(0, [])
+    waits = threading.Thread(target=arena.commit, args=(1, 0, 100), daemon=True)
+    waits.start()
+    assert driver.fences[-1].waited.wait(30)
+    asks = threading.Thread(target=arena.check_integrity, daemon=True)
+    asks.start()
+    asks.join(10)
+    assert not asks.is_alive(), "the lock is not held"
+    assert waits.is_alive()
+    driver.finish()
+    waits.join(30)
+    assert books(arena) == (ROW_PAGES * PAGE, 0, ROW_PAGES * PAGE, 0)
+    driver.held_up.clear()
+
+
+def test_a_close_that_waits_for_the_card_keeps_nobody_from_the_books(
+    make_card_arena: MakeArena, driver: Any
+) -> None:
+    arena = make_card_arena()
+    arena.commit(0, 0, 100)
+    driver.busy = True
+    driver.held_up.set()
+    closes = threading.Thread(target=arena.close, daemon=True)
+    closes.start()
+    while not (driver.fences and driver.fences[-1].waited.wait(0.01)):
+        assert closes.is_alive()
+    arena._pages.commit_if_held(0, range(3))  # As the keeper might; there is nothing to be had any more.
+    arena.check_integrity()
+    driver.finish()
+    closes.join(30)
+    assert not driver.used_bytes
+    assert not driver.reserved
+    driver.held_up.clear()
 
 
 def test_an_arena_that_can_not_be_made_leaves_nothing_behind(driver: Any) -> None:
@@ -277,21 +341,10 @@ def test_a_trim_that_waits_for_the_card_holds_nobody_up(make_card_arena: MakeAre
 
 def _until_followed(arena: CardArena) -> None:
     """Wait until the keeper has followed all orders so far."""
-
-    class Last:
-        def __init__(self) -> None:
-            self.reached = threading.Event()
-
-        def done(self) -> bool:
-            return True
-
-        def wait(self) -> None:
-            self.reached.set()
-
-    last = Last()
+    followed = threading.Event()
     assert arena._keeper is not None
-    arena._keeper.settle(last)
-    assert last.reached.wait(30)
+    arena._keeper._orders.put(followed.set)
+    assert followed.wait(30)
 
 
 def test_an_arena_that_nobody_holds_gives_its_memory_back(driver: Any) -> None:
