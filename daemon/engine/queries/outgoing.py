@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from batond.offload.slice import KVSlice
     from batond.offload.store import ParkedStore
 
-#: Slices that may be under way at once: so much device memory they take beside the batch. One is copied while
-#: the checksum of the one before it is computed.
+#: Slices that may be under way at once, however large. One is copied while the checksum of the one before
+#: it is computed.
 MOST_UNDER_WAY: Final = 2
+#: More may be as long as they take no more device memory beside the batch: a burst of parks holds nobody up.
+MOST_BYTES: Final = 2 << 30
 
 
 class Outgoing:
@@ -41,6 +43,11 @@ class Outgoing:
         """How many are under way."""
         return len(self._tickets)
 
+    @property
+    def _nbytes(self) -> int:
+        """Device memory that they take."""
+        return sum(ticket.kv.nbytes for ticket, _ in self._tickets.values())
+
     def start(self, owner_id: str, kv: KVSlice, layout_hash: str, on_lost: Callable[[], None]) -> None:
         """Begin to store a slice. Waits for the oldest one if too many are under way.
 
@@ -54,7 +61,7 @@ class Outgoing:
             HostPoolFullError: No room; nothing has changed.
             CopyFailedError: The copy did not happen; nothing has changed.
         """
-        while len(self._tickets) >= MOST_UNDER_WAY:
+        while len(self._tickets) >= MOST_UNDER_WAY and self._nbytes + kv.nbytes > MOST_BYTES:
             self.finish(next(iter(self._tickets)))
         ticket = self._store.begin_store(owner_id, kv, layout_hash)
         if self._store.ready(ticket):

@@ -8,6 +8,7 @@ import pytest
 
 from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.queries import arriving
+from batond.daemon.scheduler.plan import ParkMode, ParkOrder, Plan
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.messages import QueryState
 from batond.offload.copies import InlineCopier
@@ -249,6 +250,32 @@ def test_cancelled_or_held_again_on_its_way(
     engine.resume(held)
     finish(engine, bus, solo, llama, stays, held)
     assert engine.residency.store.pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("larger", [False, True])
+def test_bytes_of_a_victim_that_stays_for_now_are_given_to_nobody(
+    llama: Any, make_engine: Make, bus: SlowCopier, *, larger: bool
+) -> None:
+    """Whoever stands behind may have counted on what the victim has more than is needed: it waits a step."""
+    engine = engine_on(bus, make_engine, llama, rows=3)
+    late, behind = running(engine, 0), running(engine, 1)
+    for query in (late, behind):
+        engine.park(query)
+    victim = engine.submit([*PROMPT, 2], SamplingParams(max_tokens=30 if larger else 12, ignore_eos=True))
+    while victim.row is None:
+        step(engine)
+    for query in (late, behind):
+        engine.resume(query)
+    order = ParkOrder(victim.query_id, ParkMode.OFFLOAD, "kv_bytes", late.query_id)
+    resumed = (late.query_id, behind.query_id)
+    plan = Plan(park=(order,), resume=resumed, reasons=dict.fromkeys(resumed, "row_taken"))
+    engine._roster.refresh()
+    engine._rows.prepare(plan)
+    bus.transfers[1].complete()
+    engine._rows.run(plan)
+    assert victim.row is not None
+    assert late.row is None
+    assert (behind.row is None) is larger
 
 
 def test_half_a_prompt_is_brought_back_beside_the_decode(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batond.daemon.engine import SamplingParams
+from batond.daemon.engine.queries import outgoing
 from batond.daemon.engine.queries.outgoing import MOST_UNDER_WAY
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.messages import QueryState
@@ -163,10 +164,19 @@ def test_cancelled_while_its_copy_is_under_way(
     assert engine.residency.store.pool.used_bytes == 0
 
 
+@pytest.mark.parametrize(("most_bytes", "most"), [(0, MOST_UNDER_WAY), (1 << 20, 4)])
 def test_slices_on_the_device_are_bounded(
-    llama: Any, make_engine: Callable[..., Any], solo: Callable[..., list[int]], bus: SlowCopier
+    llama: Any,
+    make_engine: Callable[..., Any],
+    solo: Callable[..., list[int]],
+    bus: SlowCopier,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    most_bytes: int,
+    most: int,
 ) -> None:
-    """A burst of urgent work parks many rows; so many slices beside the batch would not fit."""
+    """A burst of urgent work parks many rows; so many slices beside the batch may not fit."""
+    monkeypatch.setattr(outgoing, "MOST_BYTES", most_bytes)
     engine = engine_on(bus, make_engine, llama, rows=4)
     patient = [engine.submit([*PROMPT, place], LONG, sla_class="batch") for place in range(4)]
     for _ in range(8):
@@ -177,7 +187,8 @@ def test_slices_on_the_device_are_bounded(
         assert engine.counters["steps"] < 40
         engine.step()
         engine.check_integrity()
-        assert sum(not transfer.over for transfer in bus.transfers) <= MOST_UNDER_WAY
+        assert sum(not transfer.over for transfer in bus.transfers) <= most
+    assert sum(not transfer.over for transfer in bus.transfers) == most
     finish(engine)
     assert [query.output_token_ids for query in patient] == [
         solo(llama, [*PROMPT, place], 20) for place in range(4)
