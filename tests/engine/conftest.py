@@ -386,7 +386,15 @@ class TorchKernels:
         ring.value[rows, int(ring.cursor)] = new_value[rows]
 
     @staticmethod
-    def decode_attention(query: torch.Tensor, ring: Ring, rule: Rule) -> torch.Tensor:
+    def decode_attention(
+        query: torch.Tensor,
+        ring: Ring,
+        rule: Rule,
+        *,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        if new is not None:
+            TorchKernels.write_column(*new, ring)
         capacity, kv_heads = ring.key.shape[1:3]
         out = torch.zeros(*query.shape[:2], ring.value.shape[3], dtype=query.dtype)
         for row, length in enumerate(ring.lengths.tolist()):

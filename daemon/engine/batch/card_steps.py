@@ -175,7 +175,7 @@ class CardSteps:
 
         def run() -> StepOutput:
             beside = contextlib.nullcontext() if self._linears is None else self._linears.run()
-            with active_window(window), model.attention(RING_ATTENTION), beside:
+            with active_window(window), window.step(), model.attention(RING_ATTENTION), beside:
                 logits = model.forward(ids, mask, positions, cache, recipe=RING_RECIPE)
             return StepOutput(logits, logits.argmax(dim=-1))
 

@@ -5,12 +5,15 @@ once and replayed while the ring turns. Models get the ring as it lies, in any o
 what a row owns. A mask is not made: it is recognized. Where a model asks for one that shows each row its
 newest W tokens, it gets a placeholder that stands for W, and hands it to the attention unread.
 
+The newest column of a layer is written by the attention that reads it first, or else before anything follows.
+
 What the kernels can't do raises UnsupportedModelError at the probe, and the model decodes another way.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,7 +22,7 @@ from batond.daemon.engine.model.causal import MODEL_ERRORS
 from batond.daemon.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from batond.daemon.engine.batch.step_inputs import StepInputs
 
@@ -134,6 +137,14 @@ class CardView:
         raise UnsupportedModelError("the model makes masks of its own")
 
 
+class _Unwritten(NamedTuple):
+    """A layer's newest column that is not in the ring yet; key and value have shape [rows, heads, dim]."""
+
+    ring: Ring
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 class CardWindow(CardView):
     """The first rows of a ring for the card's kernels; the device's counterpart of `RingWindow`.
 
@@ -156,11 +167,21 @@ class CardWindow(CardView):
         self._rows = rows
         self._record_bytes = storage.shape[2]
         self._storage, self._start = storage, storage.data_ptr()
+        self._unwritten: _Unwritten | None = None
         self._all_seen = torch.ones(1, 1, dtype=torch.int64, device=storage.device)
 
     def padding_mask(self) -> torch.Tensor:
         """All ones: what the model knows of padding; int64, shape [rows, capacity]."""
         return self._all_seen.expand(self._rows, self.capacity)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One forward: what no attention wrote is written at its end; a failed one leaves nothing over."""
+        try:
+            yield
+            self._write()
+        finally:
+            self._unwritten = None
 
     def update(
         self,
@@ -169,7 +190,10 @@ class CardWindow(CardView):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a layer's newest column of the rows that have a token, and return the ring as it lies.
+        """Take a layer's newest column, and return the ring as it lies.
+
+        The column is written, for the rows that have a token, by the layer's attention. A model that reads
+        the ring itself before that would find an old column there: the proof at load would show it.
 
         Args:
             key_store: Shape [rows, capacity, heads, key dim].
@@ -183,10 +207,10 @@ class CardWindow(CardView):
         Raises:
             UnsupportedModelError: The kernel can't.
         """
-        kernels = _kernels()
+        self._write()
         check_states(key_states, value_states)
         ring = Ring(key_store, value_store, self.lengths, self.cursor, self.capacity)
-        launched(lambda: kernels.write_column(key_states[:, :, 0], value_states[:, :, 0], ring))
+        self._unwritten = _Unwritten(ring, key_states[:, :, 0], value_states[:, :, 0])
         return key_store, value_store
 
     def attend(
@@ -207,8 +231,28 @@ class CardWindow(CardView):
             raise UnsupportedModelError("attention reads keys or values computed from what the cache keeps")
         rule = self.rule(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
         ring = Ring(key.transpose(1, 2), value.transpose(1, 2), self.lengths, self.cursor, self.capacity)
-        out: torch.Tensor = launched(lambda: kernels.decode_attention(query[:, :, 0], ring, rule))
+        new = self._new_of(ring)
+        out: torch.Tensor = launched(lambda: kernels.decode_attention(query[:, :, 0], ring, rule, new=new))
         return out[:, None]
+
+    def _new_of(self, ring: Ring) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The newest column of a layer that is attended to, if its attention has to write it."""
+        waiting = self._unwritten
+        if waiting is None:
+            return None
+        mine = (ring.key.data_ptr(), ring.value.data_ptr())
+        if mine != (waiting.ring.key.data_ptr(), waiting.ring.value.data_ptr()):
+            self._write()  # Another layer's.
+            return None
+        self._unwritten = None
+        return waiting.key, waiting.value
+
+    def _write(self) -> None:
+        """Write what waits."""
+        if self._unwritten is not None:
+            ring, key, value = self._unwritten
+            launched(lambda: _kernels().write_column(key, value, ring))
+            self._unwritten = None
 
     def _is_whole(self, states: torch.Tensor) -> bool:
         """Whether keys or values, [rows, heads, columns, dim], are all columns of these rows, as they lie."""

@@ -45,13 +45,17 @@ class Tiling:
         block: Columns loaded at once.
         warps: Warps of a program.
         stages: Loads in flight of a program.
-        splits: Programs that share the range of a row and key head.
+        splits: Programs that share the range of a row and key head; a power of two.
+        early: Programs start while the kernel before still runs, and wait for its end before they read.
+        ahead: Columns that such a program asks for meanwhile; a power of two.
     """
 
     block: int
     warps: int
     stages: int
     splits: int
+    early: bool = False
+    ahead: int = 0
 
 
 def choose_tiling(ring: Ring, rule: Rule, cores: int) -> Tiling:
@@ -93,7 +97,12 @@ def write_column(new_key: torch.Tensor, new_value: torch.Tensor, ring: Ring) -> 
 
 
 def decode_attention(
-    query: torch.Tensor, ring: Ring, rule: Rule, tiling: Tiling | None = None
+    query: torch.Tensor,
+    ring: Ring,
+    rule: Rule,
+    tiling: Tiling | None = None,
+    *,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per row over the row's newest columns.
 
@@ -102,6 +111,8 @@ def decode_attention(
         ring: What is attended to.
         rule: How.
         tiling: How to cut the work; None chooses by shape.
+        new: Keys and values of the newest column, as for `write_column`, which this call then does too. None
+            if they were written before.
 
     Returns:
         Shape [rows, heads, value dim], in the dtype of `query`; zeros where a row is idle. Sums are float32.
@@ -112,8 +123,12 @@ def decode_attention(
     if tiling is None:
         tiling = choose_tiling(ring, rule, _cores(query.device))
     out = query.new_empty(rows, heads, value_dim)
+    query = _packed(query)
+    new_key, new_value = (_packed(one) for one in new or (query, query))
     _ATTEND[kv_heads, rows, tiling.splits](
-        query.contiguous(),
+        query,
+        new_key,
+        new_value,
         ring.key,
         ring.value,
         ring.lengths,
@@ -126,6 +141,10 @@ def decode_attention(
         (rule.softcap or 0.0) * _LOG2_E,
         rule.window or 0,
         capacity,
+        tiling.splits.bit_length() - 1,
+        *query.stride()[:2],
+        *new_key.stride()[:2],
+        *new_value.stride()[:2],
         *ring.strides,
         GROUP=group,
         TILE=_padded(group),
@@ -134,15 +153,25 @@ def decode_attention(
         VDIM=value_dim,
         VDIM_PAD=_padded(value_dim),
         BLOCK=tiling.block,
-        SPLITS=tiling.splits,
+        SPLIT=tiling.splits > 1,
+        MOST_SPLITS=_MOST_SPLITS,
+        NEW=new is not None,
+        EARLY=tiling.early,
+        AHEAD=tiling.ahead,
         SOFTCAP=rule.softcap is not None,
         SINKS=rule.sinks is not None,
         # Tensor cores cut float32 to tf32 unless told not to.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps,
         num_stages=tiling.stages,
+        **({"launch_pdl": True} if tiling.early else {}),
     )
     return out
+
+
+def _packed(states: torch.Tensor) -> torch.Tensor:
+    """The same numbers, those of a head side by side."""
+    return states if states.stride(2) == 1 else states.contiguous()
 
 
 def _padded(size: int) -> int:

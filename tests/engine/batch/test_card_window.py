@@ -29,11 +29,21 @@ class Noted:
 
     def __init__(self) -> None:
         self.rules: list[Rule] = []
+        self.new: list[float] = []
+        self.written: list[float] = []
 
-    def decode_attention(self, query: torch.Tensor, ring: Ring, rule: Rule) -> torch.Tensor:
+    def decode_attention(
+        self, query: torch.Tensor, ring: Ring, rule: Rule, *, new: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> torch.Tensor:
         assert ring.key.shape == (ROWS, CAPACITY, HEADS, DIM)
         self.rules.append(rule)
+        self.new += [] if new is None else [float(new[0].mean())]
         return query
+
+    def write_column(self, new_key: torch.Tensor, new_value: torch.Tensor, ring: Ring) -> None:
+        assert new_key.shape == new_value.shape == (ROWS, HEADS, DIM)
+        assert ring.key.shape == (ROWS, CAPACITY, HEADS, DIM)
+        self.written.append(float(new_key.mean()))
 
 
 @pytest.fixture
@@ -54,6 +64,13 @@ def states(window: CardWindow, storage: torch.Tensor | None = None) -> torch.Ten
     raw = window._storage if storage is None else storage
     numbers = raw[:ROWS, :, HEADS * DIM * 4 :].view(torch.float32)
     return numbers.view(ROWS, CAPACITY, HEADS, DIM).transpose(1, 2)
+
+
+def update(window: CardWindow, slot: int, number: float) -> None:
+    """A layer's newest column, of equal numbers; its keys and values lie in the same slot of the records."""
+    store = window._storage[:ROWS, :, slot * HEADS * DIM * 4 : (slot + 1) * HEADS * DIM * 4]
+    layer = store.view(torch.float32).view(ROWS, CAPACITY, HEADS, DIM)
+    window.update(layer, layer, *torch.full((2, ROWS, HEADS, 1, DIM), number))
 
 
 def attend(window: CardWindow, **changes: Any) -> torch.Tensor:
@@ -149,7 +166,7 @@ def test_a_compilers_own_error_is_the_models_shape(
         error: Exception = Exception("out of resources")
 
         @classmethod
-        def decode_attention(cls, *_args: Any) -> None:
+        def decode_attention(cls, *_args: Any, **_options: Any) -> None:
             raise cls.error
 
     monkeypatch.setattr(card_window, "_kernels", lambda: Kernels)
@@ -158,3 +175,37 @@ def test_a_compilers_own_error_is_the_models_shape(
     Kernels.error = torch.OutOfMemoryError("none left")
     with pytest.raises(torch.OutOfMemoryError):
         attend(window)
+
+
+def test_a_layers_attention_writes_its_newest_column(window: CardWindow, kernels: Noted) -> None:
+    with window.step():
+        update(window, 1, 3.0)
+        attend(window)
+        attend(window)  # A layer that reads another's: it is written by then.
+    assert (kernels.new, kernels.written) == ([3.0], [])
+
+
+def test_what_no_attention_takes_is_written_before_anything_follows(
+    window: CardWindow, kernels: Noted
+) -> None:
+    with window.step():
+        update(window, 0, 1.0)
+        update(window, 0, 2.0)
+        assert kernels.written == [1.0]
+        attend(window)
+        assert kernels.written == [1.0, 2.0]
+        update(window, 1, 3.0)
+    assert (kernels.new, kernels.written) == ([], [1.0, 2.0, 3.0])
+
+
+def test_a_failed_step_leaves_nothing_to_the_next(window: CardWindow, kernels: Noted) -> None:
+    def fail_half_way() -> None:
+        with window.step():
+            update(window, 1, 3.0)
+            raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError, match="half-way"):
+        fail_half_way()
+    with window.step():
+        attend(window)
+    assert (kernels.new, kernels.written) == ([], [])

@@ -80,7 +80,12 @@ CASES: list[dict[str, Any]] = [
     {"sinks": True},
     {"sinks": True, "softcap": 2.0, "window": 16, "heads": 8},
 ]
-TILINGS = [None, Tiling(16, 4, 2, 1), Tiling(32, 4, 2, 4), Tiling(16, 2, 3, 32)]
+TILINGS = [
+    None,
+    Tiling(16, 4, 2, 1),
+    Tiling(32, 4, 2, 4),
+    Tiling(16, 2, 3, 32),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -70,8 +70,8 @@ def test_a_wrong_kernel_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> Non
 
     class Wrong(right):  # type: ignore[misc, valid-type]  # a class of the fixture
         @staticmethod
-        def decode_attention(query: torch.Tensor, ring: Any, rule: Rule) -> torch.Tensor:
-            return right.decode_attention(query, ring, Rule(rule.scale * 0.9)) * 1.0
+        def decode_attention(query: torch.Tensor, ring: Any, rule: Rule, **new: Any) -> torch.Tensor:
+            return right.decode_attention(query, ring, Rule(rule.scale * 0.9), **new) * 1.0
 
     monkeypatch.setattr(card_window, "_kernels", lambda: Wrong)
     reason = LocalEngine(families.make_family("llama"), **RING).batch_reason
