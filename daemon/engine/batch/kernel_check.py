@@ -50,8 +50,8 @@ def _attention_error(device: torch.device, dtype: torch.dtype) -> float:
     lengths = torch.tensor([5, 0], dtype=torch.int32, device=device)
     cursor = torch.tensor([2], dtype=torch.int32, device=device)
     ring = Ring(key, value, lengths, cursor, most_tokens=8)
-    ranged_decode.write_column(new[:, 0], new[:, 1], ring)
-    found = ranged_decode.decode_attention(query[:, 0], ring, Rule(0.25))[0].float()
+    column = new[:, 0], new[:, 1]
+    found = ranged_decode.decode_attention(query[:, 0], ring, Rule(0.25), new=column)[0].float()
     columns = [6, 7, 0, 1, 2]
     keys, values = (store[0, columns, 0].float() for store in (key, value))
     weights = (keys @ query[0, 0, 0].float() * 0.25).softmax(dim=0)

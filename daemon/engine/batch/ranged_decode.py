@@ -30,11 +30,43 @@ _WRITE: Final[Any] = write_kernel
 _LOG2_E: Final = 1.4426950408889634
 #: Rows of a tensor core's tile: the query heads that share a key are padded to so many.
 _LEAST_TILE: Final = 16
-#: The best of a sweep, see docs/performance.md: bytes of keys loaded at once, and programs of a
-#: multiprocessor from which on a range is not split: putting parts together takes longer than it saves.
-_BLOCK_BYTES: Final = 16384
-_PROGRAMS_PER_CORE: Final = 1.9
+#: A row is split among at most so many programs: 5 halvings, as the kernel is written.
 _MOST_SPLITS: Final = 32
+#: Programs of a multiprocessor up to which more splits pay where there are few rows and heads.
+_PROGRAMS_PER_CORE: Final = 1.9
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How work is cut from so many ranges a multiprocessor on; see docs/performance.md for the sweep.
+
+    Attributes:
+        ranges_per_core: Rows times key heads, over multiprocessors, from which on it holds.
+        block_bytes: Of keys, loaded at once.
+        warps: Warps of a program.
+        stages: Loads in flight of a program, and one.
+        enough_bytes: Of keys, which one program reads before a range is split: a long row among short ones
+            would be waited for.
+    """
+
+    ranges_per_core: float
+    block_bytes: int
+    warps: int
+    stages: int
+    enough_bytes: int
+
+
+_KIB: Final = 1024
+#: The densest first. Many ranges: many small programs hide each other's start. One or two a multiprocessor:
+#: each has to have more in flight. Fewer: ranges are split, and small programs start faster.
+_CUTS: Final = (
+    _Cut(3.0, block_bytes=16 * _KIB, warps=4, stages=2, enough_bytes=512 * _KIB),
+    _Cut(1.9, block_bytes=8 * _KIB, warps=2, stages=4, enough_bytes=512 * _KIB),
+    _Cut(0.9, block_bytes=16 * _KIB, warps=4, stages=4, enough_bytes=1024 * _KIB),
+    _Cut(0.0, block_bytes=8 * _KIB, warps=2, stages=3, enough_bytes=32 * _KIB),
+)
+#: float32 is multiplied without tensor cores: that takes more threads.
+_WARPS_FOR_FLOAT32: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +77,33 @@ class Tiling:
         block: Columns loaded at once.
         warps: Warps of a program.
         stages: Loads in flight of a program.
-        splits: Programs that share the range of a row and key head; a power of two.
-        early: Programs start while the kernel before still runs, and wait for its end before they read.
-        ahead: Columns that such a program asks for meanwhile; a power of two.
+        splits: Programs that share the range of a row and key head, at most; a power of two.
+        enough: A range is halved until its parts have no more columns than this, or there are `splits`.
     """
 
     block: int
     warps: int
     stages: int
     splits: int
-    early: bool = False
-    ahead: int = 0
+    enough: int = 0
 
 
 def choose_tiling(ring: Ring, rule: Rule, cores: int) -> Tiling:
-    """Cut the work of a batch for a card of so many multiprocessors."""
+    """Cut the work of a batch for a card of so many multiprocessors: by shapes alone, not by who is there."""
     rows, _, kv_heads, dim = ring.key.shape
-    widest = _padded(max(dim, ring.value.shape[3]))
-    block = max(_LEAST_TILE, min(128, _BLOCK_BYTES // (widest * ring.key.element_size())))
-    useful = min(rule.window or ring.most_tokens, ring.most_tokens) // (2 * block)
+    ranges, number_bytes = rows * kv_heads, ring.key.element_size()
+    column_bytes = _padded(max(dim, ring.value.shape[3])) * number_bytes
+    cut = next(cut for cut in _CUTS if ranges >= cut.ranges_per_core * cores)
+    block = max(_LEAST_TILE, min(128, cut.block_bytes // column_bytes))
+    enough = max(2 * block, cut.enough_bytes // column_bytes)
+    longest = min(rule.window or ring.most_tokens, ring.most_tokens)
     splits = 1
-    while splits < min(useful, _MOST_SPLITS) and rows * kv_heads * splits < _PROGRAMS_PER_CORE * cores:
+    while splits < _MOST_SPLITS and splits * enough < longest:
+        if splits * ranges >= _PROGRAMS_PER_CORE * cores and cut is _CUTS[-1]:
+            break
         splits *= 2
-    return Tiling(block=block, warps=4, stages=3, splits=splits)
+    warps = cut.warps if number_bytes < torch.float32.itemsize else _WARPS_FOR_FLOAT32
+    return Tiling(block=block, warps=warps, stages=cut.stages, splits=splits, enough=enough)
 
 
 def write_column(new_key: torch.Tensor, new_value: torch.Tensor, ring: Ring) -> None:
@@ -142,6 +178,7 @@ def decode_attention(
         rule.window or 0,
         capacity,
         tiling.splits.bit_length() - 1,
+        tiling.enough,
         *query.stride()[:2],
         *new_key.stride()[:2],
         *new_value.stride()[:2],
@@ -156,15 +193,12 @@ def decode_attention(
         SPLIT=tiling.splits > 1,
         MOST_SPLITS=_MOST_SPLITS,
         NEW=new is not None,
-        EARLY=tiling.early,
-        AHEAD=tiling.ahead,
         SOFTCAP=rule.softcap is not None,
         SINKS=rule.sinks is not None,
         # Tensor cores cut float32 to tf32 unless told not to.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps,
         num_stages=tiling.stages,
-        **({"launch_pdl": True} if tiling.early else {}),
     )
     return out
 

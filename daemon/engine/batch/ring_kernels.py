@@ -14,40 +14,31 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _part_of(length, newest, window, capacity, split, doublings, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """A split's part [first, last) of what a row sees, how many columns it sees, the place of the oldest."""
+def _part_of(
+    length, newest, window, capacity, split, doublings, enough, BLOCK: tl.constexpr, SPLIT: tl.constexpr
+):
+    """A split's part of what a row sees.
+
+    Returns:
+        Its first column and the one after its last, counted from the oldest; the columns that a row sees; how
+        many of them are a split's; the place of the oldest.
+    """
     seen = tl.where(window > 0, tl.minimum(length, window), length)
     oldest = newest - seen + 1
     oldest = tl.where(oldest < 0, oldest + capacity, oldest)
-    if SPLIT:  # Among 2 ** doublings: a division would take longer than a load.
-        per_split = ((tl.cdiv(seen, BLOCK) + (1 << doublings) - 1) >> doublings) * BLOCK
-        first = split * per_split
-        last = tl.minimum(seen, first + per_split)
-    else:
-        first = seen * 0
-        last = seen
-    return first, last, seen, oldest
-
-
-@triton.jit
-def _ask_for(store, column, store_column, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Have columns fetched into the second-level cache: nothing is read, so nothing can be read too early."""
-    line: tl.constexpr = 1024 // store.dtype.element_ty.primitive_bitwidth  # Numbers in 128 bytes.
-    lines: tl.constexpr = (DIM_PAD + line - 1) // line
-    at = tl.minimum(tl.arange(0, lines) * line, DIM - 1)
-    place = store + column.to(tl.int64)[:, None] * store_column + at[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [place.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    per_split = seen
+    if SPLIT:
+        # Halved, not divided: a division would take longer than a load.
+        halvings = (seen > enough).to(tl.int32)
+        halvings += (seen > enough * 2).to(tl.int32) + (seen > enough * 4).to(tl.int32)
+        halvings += (seen > enough * 8).to(tl.int32) + (seen > enough * 16).to(tl.int32)
+        halvings = tl.minimum(halvings, doublings)
+        per_split = ((tl.cdiv(seen, BLOCK) + (1 << halvings) - 1) >> halvings) * BLOCK
+    first = split * per_split
+    return first, tl.minimum(seen, first + per_split), seen, per_split, oldest
 
 
 @triton.jit
@@ -103,7 +94,7 @@ def _put_together(
     return biggest, total, sum_v
 
 
-@triton.jit(do_not_specialize=["window", "capacity", "doublings"])
+@triton.jit(do_not_specialize=["window", "capacity", "doublings", "enough"])
 def attend_kernel(
     query,
     new_key,
@@ -123,6 +114,7 @@ def attend_kernel(
     window,
     capacity,
     doublings,
+    enough,
     query_row,
     query_head,
     new_key_row,
@@ -145,40 +137,24 @@ def attend_kernel(
     SPLIT: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
     NEW: tl.constexpr,
-    EARLY: tl.constexpr,
-    AHEAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attention of the query heads that share a key head, over one split of a row's range.
 
-    Grid: (kv heads, rows, 2 ** doublings). Neighbouring programs read neighbouring heads: these lie side by
-    side in a record. What is not owned is never loaded: it may be another query's, or not committed.
+    Grid: (kv heads, rows, 2 ** doublings); a row is halved until its parts have no more than `enough`
+    columns, so its own length says how many programs have work. Neighbouring programs read neighbouring
+    heads: these lie side by side in a record. What is not owned is never loaded: it may be another query's,
+    or not committed.
 
     With NEW, the newest column comes from `new_key` and `new_value`: the program whose split it ends takes it
-    from there and writes it to the ring, where no other program reads it. With EARLY, programs may start
-    while the kernel before still runs, and ask for AHEAD columns; nothing that they use is read before that
-    kernel has ended.
+    from there and writes it to the ring, where no other program reads it.
     """
     kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     kv_heads = tl.num_programs(0)
     keys = key + row * key_row + kv_head.to(tl.int64) * key_head
     values = value + row * value_row + kv_head.to(tl.int64) * value_head
-    if EARLY:
-        if AHEAD > 0:
-            # A stale length or cursor would cost a fetch in vain.
-            begin, end, _, start = _part_of(
-                tl.load(lengths + row), tl.load(cursor), window, capacity, split, doublings, BLOCK, SPLIT
-            )
-            if begin < end:
-                asked = start + tl.minimum(begin + tl.arange(0, AHEAD), end - 1)
-                asked = tl.where(asked >= capacity, asked - capacity, asked)
-                _ask_for(keys, asked, key_column, DIM, DIM_PAD)
-                _ask_for(values, asked, value_column, VDIM, VDIM_PAD)
-        gdc_wait()
-        gdc_launch_dependents()  # Not before: the next kernel may then rely on all kernels before this one.
-
     # All loads that wait for no other, together.
     member = tl.arange(0, TILE)
     at = tl.arange(0, DIM_PAD)
@@ -188,10 +164,11 @@ def attend_kernel(
     q_mask = in_group[:, None] & (at[None, :] < DIM)
     q_at = query + row * query_row + head[:, None] * query_head + at[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0)
-    # Past the first cache, which may hold what was read early.
-    length = tl.load(lengths + row, cache_modifier=".cg")
-    newest = tl.load(cursor, cache_modifier=".cg")
-    first, last, seen, oldest = _part_of(length, newest, window, capacity, split, doublings, BLOCK, SPLIT)
+    length = tl.load(lengths + row)
+    newest = tl.load(cursor)
+    first, last, seen, per_split, oldest = _part_of(
+        length, newest, window, capacity, split, doublings, enough, BLOCK, SPLIT
+    )
 
     out_row = row * kv_heads * GROUP + head
     out_at = out + out_row[:, None] * VDIM + v_at[None, :]
@@ -233,21 +210,31 @@ def attend_kernel(
             sum_v = tl.dot(weights.to(v.dtype), v, sum_v * shrink, input_precision=PRECISION)
             biggest = new_biggest
         total = tl.sum(totals, 1)
-        is_last = True
-        if SPLIT:
-            parts = out_row << doublings
-            tl.store(part + (parts + split)[:, None] * VDIM + v_at[None, :], sum_v, mask=out_mask)
-            tl.store(part_total + parts + split, total, mask=in_group)
-            tl.store(part_biggest + parts + split, biggest, mask=in_group)
-            tl.debug_barrier()  # All threads have stored before one says so.
-            used = tl.cdiv(seen, ((tl.cdiv(seen, BLOCK) + (1 << doublings) - 1) >> doublings) * BLOCK)
-            counter = arrived + row * kv_heads + kv_head
-            is_last = tl.atomic_add(counter, 1, sem="acq_rel") == used - 1
-            if is_last:
-                tl.store(counter, 0)  # For the next call.
-                biggest, total, sum_v = _put_together(
-                    part, part_total, part_biggest, parts, used, in_group, TILE, VDIM, VDIM_PAD, MOST_SPLITS
-                )
+        is_last = seen > 0  # It is.
+        if SPLIT:  # noqa: SIM102 - decided when compiled, the next when run
+            if per_split < seen:
+                parts = out_row << doublings
+                tl.store(part + (parts + split)[:, None] * VDIM + v_at[None, :], sum_v, mask=out_mask)
+                tl.store(part_total + parts + split, total, mask=in_group)
+                tl.store(part_biggest + parts + split, biggest, mask=in_group)
+                tl.debug_barrier()  # All threads have stored before one says so.
+                used = tl.cdiv(seen, per_split)
+                counter = arrived + row * kv_heads + kv_head
+                is_last = tl.atomic_add(counter, 1, sem="acq_rel") == used - 1
+                if is_last:
+                    tl.store(counter, 0)  # For the next call.
+                    biggest, total, sum_v = _put_together(
+                        part,
+                        part_total,
+                        part_biggest,
+                        parts,
+                        used,
+                        in_group,
+                        TILE,
+                        VDIM,
+                        VDIM_PAD,
+                        MOST_SPLITS,
+                    )
         if is_last:
             if SINKS:
                 sink = tl.load(sinks + head, mask=in_group, other=0.0).to(tl.float32)

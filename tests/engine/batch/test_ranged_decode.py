@@ -85,6 +85,7 @@ TILINGS = [
     Tiling(16, 4, 2, 1),
     Tiling(32, 4, 2, 4),
     Tiling(16, 2, 3, 32),
+    Tiling(16, 2, 4, 8, enough=64),
 ]
 
 
@@ -134,6 +135,70 @@ def test_writes_rows_that_have_a_token_and_no_others() -> None:
         assert store[:, [0, 1, 2, 3, 4, 6, 7, 8]].isnan().all()
 
 
+NEW_CASES: list[dict[str, Any]] = [
+    {},
+    {"heads": 8, "kv_heads": 2, "window": 33},
+    {"dim": 80, "value_dim": 48, "softcap": 5.0},
+    {"heads": 8, "sinks": True},
+]
+
+
+@pytest.mark.parametrize("case", NEW_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tiling"),
+    [(torch.float32, TILINGS[1]), (torch.float32, TILINGS[2]), (torch.bfloat16, TILINGS[-1])],
+    ids=str,
+)
+def test_takes_the_newest_column_and_writes_it(
+    dtype: torch.dtype, case: dict[str, Any], tiling: Tiling
+) -> None:
+    """Q8, Q9: as if it had been written before; an idle row's is not."""
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter has no bfloat16 products")
+    case = {"heads": 4, "kv_heads": 4, "dim": 64, "value_dim": 64, **case}
+    generator = torch.Generator().manual_seed(len(str(case)))
+    capacity, lengths, heads = 97, [0, 1, 16, 17, 65, 97], case["heads"]
+    key, value = poisoned(len(lengths), capacity, case["kv_heads"], (case["dim"], case["value_dim"]), dtype)
+    query = torch.randn(len(lengths), heads, case["dim"], generator=generator).to(dtype).to(DEVICE)
+    sinks = torch.randn(heads, generator=generator).to(dtype).to(DEVICE) if case.get("sinks") else None
+    rule = Rule(case["dim"] ** -0.5, case.get("softcap"), sinks, case.get("window"))
+    for cursor in (96, 0, 40):
+        key.fill_(torch.nan)
+        value.fill_(torch.nan)
+        fill(key, value, lengths, cursor, generator)
+        ring = Ring(key, value, on_card(*lengths), on_card(cursor), capacity)
+        expected = reference(query, ring, rule)
+        whole = key.clone(), value.clone()
+        new = tuple(store[:, cursor].nan_to_num(3.0) for store in whole)
+        key[1:, cursor] = value[1:, cursor] = torch.nan
+        # As a part of a wider projection: rows lie further apart than their numbers.
+        wide = torch.cat(new, dim=2).split((case["dim"], case["value_dim"]), dim=2)
+        found = decode_attention(query, ring, rule, tiling, new=(wide[0], wide[1]))
+        bound = 2e-2 if dtype == torch.bfloat16 else 2e-6
+        torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound)
+        for store, before in zip((key, value), whole, strict=True):
+            torch.testing.assert_close(store, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("numbers", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [8, 32])
+def test_a_tiling_follows_from_shapes(numbers: torch.dtype, kv_heads: int) -> None:
+    """Rows that are few are split; many are, once they are long."""
+
+    def chosen(rows: int, most_tokens: int) -> Tiling:
+        store = torch.empty(rows, 1, kv_heads, 128, dtype=numbers)
+        return choose_tiling(Ring(store, store, store, store, most_tokens), Rule(1.0), 132)
+
+    assert chosen(128, 1024).splits == 1
+    assert chosen(128, 65536).splits == 32
+    for rows in (1, 2, 3):
+        assert 132 <= chosen(rows, 4096).splits * rows * kv_heads <= 4 * 132
+    for rows in (1, 16, 64):
+        tiling = chosen(rows, 65536)
+        assert tiling.splits in {1, 2, 4, 8, 16, 32}
+        assert tiling.enough >= 2 * tiling.block
+
+
 def test_a_rows_bits_do_not_depend_on_its_mates() -> None:
     """R2 in the kernel: splits follow from a row's own length."""
     generator = torch.Generator().manual_seed(2)
@@ -142,7 +207,10 @@ def test_a_rows_bits_do_not_depend_on_its_mates() -> None:
     fill(key, value, [100, 128, 128, 128], 60, generator)
     first, *others = (
         decode_attention(
-            query, Ring(key, value, on_card(100, *mates), on_card(60), 128), Rule(0.125), Tiling(16, 4, 2, 4)
+            query,
+            Ring(key, value, on_card(100, *mates), on_card(60), 128),
+            Rule(0.125),
+            Tiling(16, 4, 2, 4, enough=32),
         )[0]
         for mates in ((128, 1, 7), (0, 0, 0), (5, 128, 128))
     )
