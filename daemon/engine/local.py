@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from batond.daemon.engine.arguments import as_policy, check_arguments
 from batond.daemon.engine.batch.card_steps import CardUse
 from batond.daemon.engine.batch.prefill import LOGITS_TOKENS
+from batond.daemon.engine.bounds import Bounds
 from batond.daemon.engine.model.causal import CausalModel, load_model
 from batond.daemon.engine.proof.serving import choose_batch
 from batond.daemon.engine.queries.admission import Admission
@@ -65,7 +67,6 @@ from batond.daemon.wire.messages import (
 )
 from batond.offload.folder import auto_spill_bytes
 from batond.policies.classes import SlaClasses
-from batond.policies.registry import load_policy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -178,7 +179,7 @@ class LocalEngine:
         spill_bytes: int | None = None,
         poison: bool = False,
     ) -> None:
-        _check_arguments(
+        check_arguments(
             rows=rows,
             prefill=prefill,
             chunk_tokens=chunk_tokens,
@@ -188,7 +189,7 @@ class LocalEngine:
             session_ttl_s=session_ttl_s,
             spill_bytes=spill_bytes,
         )
-        self.planner = Planner(_as_policy(policy), limits or PlannerLimits())
+        self.planner = Planner(as_policy(policy), limits or PlannerLimits())
         if isinstance(model, str) or hasattr(model, "__fspath__"):
             model, loaded = load_model(model, device=device)
             tokenizer = loaded if tokenizer is None else tokenizer
@@ -198,7 +199,7 @@ class LocalEngine:
         self._inline, self._overlap = prefill == "inline", overlap
         self._gate = gate
         self._ready_limit = 0 if self._inline else ready_limit
-        self._kv_budget_bytes = kv_budget_bytes
+        self._kv_budget_bytes, self._governor = kv_budget_bytes, governor
         if spill_dir is not None and spill_bytes is None:
             spill_bytes = auto_spill_bytes(Path(spill_dir))
         if session_bytes is None:
@@ -228,7 +229,6 @@ class LocalEngine:
             self._assemble(serving, store, session_bytes if self.keeps_sessions else 0, session_ttl_s)
             self.on_plan: Callable[[Plan], None] | None = None
             self.arrivals: Callable[[], bool] | None = None
-            self._governor = governor
             if governor is not None:
                 undo.callback(governor.close)
                 largest_bytes = serving.batch.layout.nbytes(self.max_query_tokens)
@@ -275,6 +275,14 @@ class LocalEngine:
             inline=self._inline,
         )
         self._relief = Relief(self.residency, self._life, self._roster)
+        self._bounds = Bounds(
+            self.residency,
+            self._relief,
+            governor=self._governor,
+            kv_budget_bytes=self._kv_budget_bytes,
+            chunk_tokens=self._chunk_tokens,
+            chunk_budget=ChunkBudget() if self._follows_pace else None,
+        )
         choosing = Choosing(self._sampler, self._relief)
         self._prompts = Prompts(
             self.residency,
@@ -320,8 +328,8 @@ class LocalEngine:
         if self.deterministic and self.chunkable:  # Chunks with wanted logits are cut no finer than others.
             most_tokens = min(most_tokens or LOGITS_TOKENS, LOGITS_TOKENS)
         self._chunk_tokens = most_tokens
-        follows = chunk_tokens == "auto" and self.chunkable and not (self._inline or self.deterministic)
-        self._chunk_budget = ChunkBudget() if follows else None
+        free = self.chunkable and not (self._inline or self.deterministic)
+        self._follows_pace = chunk_tokens == "auto" and free
 
     def _limit_tokens_by_bytes(self, layout: RecordLayout, kv_budget_bytes: int) -> None:
         """Take no query that the whole budget could not hold: one number says so to everybody.
@@ -549,7 +557,7 @@ class LocalEngine:
         Raises:
             ConfigError: There is no such policy; the old one stays.
         """
-        self.planner.policy = _as_policy(policy)
+        self.planner.policy = as_policy(policy)
         self.counters["policy_changes"] += 1
         _log.info("policy is %s from here on", self.planner.policy.name)
 
@@ -582,7 +590,7 @@ class LocalEngine:
         """What an idle engine does: takes in copies, drops old sessions, gives memory to neighbours."""
         self.residency.settle()
         self.residency.sessions.expire()
-        self._limits()
+        self._bounds.limits()
 
     def snapshot(self) -> Snapshot:
         """The batch as it stands."""
@@ -594,7 +602,7 @@ class LocalEngine:
             "failed_copies": stats.failures,
         }
         queries, policy = self.queries.values(), self.planner.policy.name
-        memory = memory_snapshot(self.residency, self.memory_status, self._kv_budget_bytes)
+        memory = memory_snapshot(self.residency, self.memory_status, self._bounds.kv_budget_bytes)
         memory = msgspec.structs.replace(memory, row_limit=self._relief.rows.bound(memory.row_limit))
         return snapshot(
             self.counters["steps"], queries, self.residency, counters, policy=policy, memory=memory
@@ -646,21 +654,20 @@ class LocalEngine:
         decoded = self._decode.run(go_on)
         calm = not self._relief.struck
         self._relief.note_step(decoded=decoded, prompts=bool(chunks), rows=self.rows)
-        if self._chunk_budget is not None and decoded and calm and not (plan.park or plan.resume):
-            tokens = sum(chunk.tokens for chunk in chunks)
-            self._chunk_budget.note(time.perf_counter() - began_s, tokens)
+        if decoded and calm and not (plan.park or plan.resume):
+            self._bounds.note_step(time.perf_counter() - began_s, sum(chunk.tokens for chunk in chunks))
         return self._note_progress(plan, moved=decoded or not plan.empty)
 
     def _plan(self) -> Plan:
         """Ask the planner; nothing changes but what is known of sessions."""
         self.residency.sessions.expire()
         line = self._roster.refresh()
-        rows, kv_budget_bytes = self._limits(line.taken_bytes)
+        rows, kv_budget_bytes = self._bounds.limits(line.taken_bytes)
         view = BatchView(
             now_s=time.monotonic(),
             rows=self._relief.rows.bound(rows),
             queries=(),
-            chunk_tokens=self._step_tokens(),
+            chunk_tokens=self._bounds.step_tokens(),
             ready_limit=self._ready_limit,
             row_step_bytes=self.residency.batch.layout.record_bytes,
             kv_free_bytes=free_bytes(line, kv_budget_bytes),
@@ -672,7 +679,7 @@ class LocalEngine:
 
     def _completes_soon(self, plan: Plan) -> bool:
         """Whether a prompt may be complete by the next step: then its query gets a row, if none is begun."""
-        most = self._step_tokens() if plan.chunks else None
+        most = self._bounds.step_tokens() if plan.chunks else None
         return any(
             most is None or self.queries[chunk.query_id].to_prefill_tokens - chunk.tokens <= most
             for chunk in plan.chunks
@@ -681,31 +688,6 @@ class LocalEngine:
     def _may_go_on(self) -> bool:
         """Whether the next decode may be begun before the books of this one are done."""
         return not self._relief.struck and (self.arrivals is None or not self.arrivals())
-
-    def _limits(self, taken_bytes: int = 0) -> tuple[int, int | None]:
-        """Rows, and bytes of KV (None is no bound), that the batch may take now."""
-        if self._governor is None:
-            return self.rows, self._kv_budget_bytes
-        running = sum(owner is not None for owner in self.residency.by_row)
-        limits = self._governor.limits(running, self._least_bytes, taken_bytes)
-        if limits is None:
-            return self.rows, self._kv_budget_bytes
-        budgets = (self._kv_budget_bytes, limits.kv_budget_bytes)
-        return limits.rows, min((budget for budget in budgets if budget is not None), default=None)
-
-    def _least_bytes(self) -> int:
-        """KV of the longest row after its next token: whatever others take, one row goes on."""
-        batch = self.residency.batch
-        longest = max(batch.lengths)
-        return batch.layout.nbytes(longest + 1) if longest else 0
-
-    def _step_tokens(self) -> int | None:
-        """Prompt tokens that the next step may compute; None is no bound."""
-        tokens = self._chunk_tokens
-        if self._chunk_budget is not None:
-            tokens = self._chunk_budget.tokens(query.sla_class for _, query in self.residency.occupied)
-        most = self._relief.chunk.most
-        return tokens if most is None else min(most, most if tokens is None else tokens)
 
     def _note_reasons(self, plan: Plan) -> None:
         """Count why queries got rows or nothing."""
@@ -731,45 +713,3 @@ class LocalEngine:
                 f"no progress in {STALLED_STEPS} steps; blocked: {plan.blocked}; states: {states}"
             )
         return moved
-
-
-def _as_policy(policy: str | Policy) -> Policy:
-    if isinstance(policy, str):
-        return load_policy(policy)
-    methods = ("rank", "may_preempt", "on_tokens")
-    lacks = [method for method in methods if not callable(getattr(policy, method, None))]
-    # A class has them too, and each call of one fails: `priority` would decide for ever.
-    if lacks or isinstance(policy, type) or not isinstance(policy.name, str):
-        raise ConfigError(f"policy must be a policy or the name of one, not {policy!r}", field="policy")
-    return policy
-
-
-def _check_arguments(
-    *,
-    rows: int,
-    prefill: str,
-    chunk_tokens: int | Literal["auto"] | None,
-    host_pool_bytes: int,
-    kv_budget_bytes: int | None,
-    session_bytes: int | None,
-    session_ttl_s: float,
-    spill_bytes: int | None,
-) -> None:
-    given: tuple[tuple[str, Any, int], ...] = (
-        ("rows", rows, 1),
-        ("host_pool_bytes", host_pool_bytes, 0),
-        ("kv_budget_bytes", 1 if kv_budget_bytes is None else kv_budget_bytes, 1),
-        ("session_bytes", 0 if session_bytes is None else session_bytes, 0),
-        ("spill_bytes", 0 if spill_bytes is None else spill_bytes, 0),
-    )
-    for name, value, least in given:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}", field=name)
-    if prefill not in {"decoupled", "inline"}:
-        raise ConfigError(f'prefill must be "decoupled" or "inline", not {prefill!r}', prefill=prefill)
-    if chunk_tokens not in {None, "auto"} and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
-        raise ConfigError(
-            f'chunk_tokens must be "auto" or at least 1, not {chunk_tokens!r}', chunk_tokens=chunk_tokens
-        )
-    if not session_ttl_s > 0:
-        raise ConfigError(f"session_ttl_s must be above 0, not {session_ttl_s}", field="session_ttl_s")

@@ -45,7 +45,7 @@ def test_tokens_are_the_same_while_the_budget_moves_in_every_step(
         if not engine.queries:
             break
         budget = dice.choice((20, 60, 120, 300)) if step < 120 else 300
-        engine._kv_budget_bytes = budget * token_bytes
+        engine._bounds.kv_budget_bytes = budget * token_bytes
         states = {query_id: query.state for query_id, query in engine.queries.items()}
         engine.step()
         engine.check_integrity()
@@ -69,7 +69,7 @@ def test_a_slice_that_never_had_a_row_tells_its_tenant(llama: Any, make_engine: 
     ready = engine.submit([5, 6, 7, 8] * 6, SamplingParams(max_tokens=20, ignore_eos=True))
     while ready.state is not QueryState.READY:
         engine.step()
-    engine._kv_budget_bytes = layout.nbytes(20)
+    engine._bounds.kv_budget_bytes = layout.nbytes(20)
     engine.step()
     assert ready.state is QueryState.PARKED
     assert running.state is QueryState.RUNNING

@@ -470,14 +470,14 @@ def test_chunks_follow_the_target_of_the_most_urgent_row(
 ) -> None:
     """A slow machine cuts a long prompt finer while somebody urgent runs; tokens stay what they are."""
     engine = make_engine(llama, rows=2, chunk_tokens="auto")
-    assert engine._step_tokens() == MOST_TOKENS  # Nobody runs.
+    assert engine._bounds.step_tokens() == MOST_TOKENS  # Nobody runs.
     urgent = engine.submit([5, 6, 7], SamplingParams(max_tokens=60, ignore_eos=True), sla_class="interactive")
     engine.step()
     budget = ChunkBudget()
     budget.note(0.05, 0)
     budget.note(0.05 + 0.4, 1000)  # Leaves 40 ms, a token takes 0.4 ms.
     budget.note = lambda *_: None  # type: ignore[method-assign] # the machine's own times don't matter here
-    engine._chunk_budget = budget
+    engine._bounds.chunk_budget = budget
     long_prompt = [3 + place % 100 for place in range(250)]
     long = engine.submit(long_prompt, SamplingParams(max_tokens=4, ignore_eos=True), sla_class="batch")
     done = []
@@ -487,7 +487,7 @@ def test_chunks_follow_the_target_of_the_most_urgent_row(
     assert done[:2] == [100, 200]  # And the rest, with the first token decoded behind it.
     engine.run_until_idle()
     assert long.output_token_ids == solo(llama, long_prompt, 4)
-    assert engine._step_tokens() == MOST_TOKENS
+    assert engine._bounds.step_tokens() == MOST_TOKENS
     assert urgent.output_token_ids == solo(llama, [5, 6, 7], 60)
 
 
