@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 MIX_SEED: Final = 2817
 #: Columns beyond those that a schedule needs: of measurements.
 _SPARE_COLUMNS: Final = 256
-_PROMPT_TOKENS: Final = (64, 256, 512, 1024, 2048, 3072, 4500)
+#: Between the sizes of captured forwards, of which a prompt takes the next larger: so it is on average.
+_PROMPT_TOKENS: Final = (48, 96, 160, 320, 640, 1280, 2600)
+_LONG_PROMPT_TOKENS: Final = (3500, 4500)
 _SHORT_COLUMNS: Final = 64
 _MIDDLE_COLUMNS: Final = 2048
 #: Queries are taken by the four kinds' shares: long-short, short-long, short-short twice.
@@ -235,8 +237,12 @@ def _run_mix(mix: Mix, options: Options, device: torch.device, tell: Callable[[s
         ready_s = time.perf_counter() - began_s
         longest = columns - _SPARE_COLUMNS if on_card else max(len(one.prompt_token_ids) for one in whole)
         costs = Meter(bench, model.vocab_size, say).measure(
-            _scaled(_PROMPT_TOKENS, mix, options),
-            (*_scaled((_SHORT_COLUMNS, _MIDDLE_COLUMNS), mix, options), longest),
+            _shorter((*_PROMPT_TOKENS, *(mix.scale * tokens for tokens in _LONG_PROMPT_TOKENS)), options),
+            (
+                _SHORT_COLUMNS // options.shorter + 1,
+                _MIDDLE_COLUMNS * mix.scale // options.shorter + 1,
+                longest,
+            ),
         )
         some = _affordable(mix, options, costs)
         report = MixReport(
@@ -267,8 +273,8 @@ def _run_mix(mix: Mix, options: Options, device: torch.device, tell: Callable[[s
     return report
 
 
-def _scaled(sizes: Sequence[int], mix: Mix, options: Options) -> list[int]:
-    return sorted({max(1, size * mix.scale // options.shorter) for size in sizes})
+def _shorter(sizes: Sequence[int], options: Options) -> list[int]:
+    return sorted({max(1, size // options.shorter) for size in sizes})
 
 
 def _affordable(mix: Mix, options: Options, costs: Costs) -> list[Request]:
