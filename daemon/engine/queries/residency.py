@@ -131,9 +131,13 @@ class Residency:
         self._arriving.expect({query.query_id for query in due}, {query.query_id for query in likely})
         for number, query in enumerate((*due, *likely)):
             self._begin_load(query, due=number < len(due))
+        turns = {query.session: query.prompt_token_ids for query in due if query.session and query.untouched}
+        self.sessions.bring(turns)
 
     def landed(self, query: Query) -> bool:
         """Whether the query's KV can be had without waiting for a copy, or can't be had by waiting."""
+        if query.session is not None and query.untouched:
+            return not query.session_tokens or self.sessions.landed(query.session)
         return not query.on_host_tokens or self._arriving.landed(query.query_id)
 
     def give_up_likely(self) -> None:
@@ -147,6 +151,7 @@ class Residency:
             Bytes that the batch gave back to the system; what the allocator of tensors did is not counted.
         """
         self._arriving.give_up()
+        self.sessions.give_up()
         self._outgoing.finish_all()
         self.store.collect()
         freed_bytes = self.batch.trim()

@@ -27,13 +27,14 @@ from batond.offload.errors import CopyFailedError, HostPoolFullError, SliceCorru
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
     import torch
 
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.engine.queries.outgoing import Outgoing
+    from batond.offload.entries import LoadTicket
     from batond.offload.slice import KVSlice
     from batond.offload.store import ParkedStore
 
@@ -136,6 +137,8 @@ class Sessions:
             str, SessionKey
         ] = {}  # By owner: in the pool, and in no file nor on the way to one.
         self._changed: set[SessionKey] = set()
+        self._coming: dict[SessionKey, LoadTicket] = {}  # On their way to the device.
+        self._given_up: set[SessionKey] = set()
 
     @property
     def nbytes(self) -> int:
@@ -189,27 +192,52 @@ class Sessions:
         if not count:
             return None
         self._outgoing.finish(self._kept[key].owner_id)
-        kept = self._kept.get(key)
-        if kept is None:
+        if key not in self._kept:
             return None  # Its copy has failed just now.
+        self._given_up.discard(key)
+        coming = self._coming.get(key)
+        if coming is not None and coming.kv.n_tokens != count:
+            self._give_up(key)
+        self._begin(key, count)
+        ticket = self._coming.pop(key, None)
+        if ticket is None:
+            return None
         try:
-            ticket = self._store.begin_load(
-                kept.owner_id, self._device, layout_hash=self._layout.digest, first_tokens=count
-            )
             kv = self._store.finish_load(ticket)
         except SliceCorruptError:
             self._drop(key)
             return None
-        except (CopyFailedError, HostPoolFullError):
-            return None
-        except SHORTAGE_TYPES as error:
-            if not is_shortage(error):
-                raise
+        except CopyFailedError:
             return None
         self.touch(key)
         self._counters["session_hits"] += 1
         self._counters["session_tokens_reused"] += count
         return kv
+
+    def bring(self, turns: Mapping[SessionKey, Sequence[int]]) -> None:
+        """Begin to bring what prompts begin with, beside the decode; give up what was begun for others.
+
+        Args:
+            turns: Prompts that are about to be computed, by their session.
+        """
+        for key in self._coming.keys() - turns.keys():
+            self._give_up(key)
+        for key, prompt in turns.items():
+            count = self.reusable_tokens(key, prompt)
+            if count and key not in self._given_up and self._kept[key].owner_id not in self._outgoing:
+                self._begin(key, count)
+
+    def give_up(self) -> None:
+        """Give up what is on its way: its memory is needed. Whoever wants it waits for it the next time."""
+        self._given_up.update(self._coming)
+        self.bring({})
+
+    def landed(self, key: SessionKey) -> bool:
+        """Whether `load` would wait for no copy, in either direction; or for one that could not be begun."""
+        ticket, kept = self._coming.get(key), self._kept.get(key)
+        if ticket is not None:
+            return self._store.ready(ticket)
+        return kept is None or kept.owner_id not in self._outgoing
 
     def touch(self, key: SessionKey) -> None:
         """Make a session the most recently used."""
@@ -306,8 +334,31 @@ class Sessions:
         astray = [owner for owner in self._alone if not self._store.spiller.in_pool_alone(owner)]
         if astray or not set(self._alone.values()) <= set(self._kept):
             raise AssertionError(f"sessions are counted as in the pool alone, and are not: {astray}")
+        if stray_keys := {
+            key for key, ticket in self._coming.items() if ticket.forgotten or key not in self._kept
+        }:
+            raise AssertionError(f"copies are under way of sessions that are not kept: {stray_keys}")
         if not sum(held.values()) == self._nbytes <= self.most_bytes:
             raise AssertionError(f"sessions hold {held}, counted {self._nbytes} of {self.most_bytes} bytes")
+
+    def _begin(self, key: SessionKey, count: int) -> None:
+        """Begin to bring so many tokens, unless they are on their way; what is lost is dropped."""
+        if key in self._coming:
+            return
+        try:
+            self._coming[key] = self._store.begin_load(
+                self._kept[key].owner_id, self._device, layout_hash=self._layout.digest, first_tokens=count
+            )
+        except SliceCorruptError:
+            self._drop(key)
+        except (CopyFailedError, HostPoolFullError):
+            return
+        except SHORTAGE_TYPES as error:
+            if not is_shortage(error):
+                raise
+
+    def _give_up(self, key: SessionKey) -> None:
+        self._store.abort(self._coming.pop(key))
 
     def _lost(self, key: SessionKey, owner_id: str) -> None:
         """Its copy failed: what it replaced is gone, too."""
@@ -327,5 +378,7 @@ class Sessions:
         if kept is not None:
             self._changed.add(key)
             self._alone.pop(kept.owner_id, None)
+            self._coming.pop(key, None)  # The store lets go of its copy.
+            self._given_up.discard(key)
             self._store.forget(kept.owner_id)
             self._nbytes -= kept.nbytes

@@ -299,3 +299,67 @@ def test_half_a_prompt_is_brought_back_beside_the_decode(
     assert len(stays.output_token_ids) == before + WAITING_STEPS
     assert bus.waited == 0
     finish(engine, bus, solo, llama, stays, comes)
+
+
+def talked(bus: SlowCopier, make_engine: Make, model: Any) -> tuple[LocalEngine, Query, list[int]]:
+    """Somebody decodes, and a turn of a session has ended; returns the next one's prompt, too."""
+    engine = engine_on(bus, make_engine, model, rows=2, session_bytes=1 << 20)
+    stays = running(engine, 0)
+    first = engine.submit(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), session_id="chat")
+    while first.live:
+        step(engine)
+    return engine, stays, [*PROMPT, *first.output_token_ids, 9]
+
+
+def test_the_next_turn_of_a_session_holds_up_nobody(
+    llama: Any, make_engine: Make, solo: Solo, bus: SlowCopier
+) -> None:
+    """Its prompt is computed when what was kept has come; others decode meanwhile."""
+    engine, stays, turn = talked(bus, make_engine, llama)
+    second = engine.submit(turn, LONG, session_id="chat")
+    before = len(stays.output_token_ids)
+    for _ in range(WAITING_STEPS):
+        step(engine)
+        assert second.prefill is None
+    assert len(stays.output_token_ids) == before + WAITING_STEPS
+    bus.transfers[0].complete()
+    step(engine)
+    assert second.output_token_ids
+    assert bus.waited == 0
+    finish(engine, bus, solo, llama, stays, second)
+    assert second.cached_prompt_tokens > 0
+
+
+def test_a_session_whose_memory_was_needed_is_waited_for_the_next_time(
+    llama: Any, make_engine: Make, solo: Solo, bus: SlowCopier
+) -> None:
+    """M6."""
+    engine, stays, turn = talked(bus, make_engine, llama)
+    second = engine.submit(turn, LONG, session_id="chat")
+    step(engine)
+    engine.residency.give_back()
+    engine.check_integrity()
+    step(engine)
+    assert second.output_token_ids
+    assert bus.transfers[1].waited == 1
+    finish(engine, bus, solo, llama, stays, second)
+    assert second.cached_prompt_tokens > 0
+
+
+def test_a_session_that_goes_while_it_comes_costs_computing_alone(
+    llama: Any, make_engine: Make, solo: Solo, bus: SlowCopier
+) -> None:
+    """C3: evicted, or its turn cancelled; bytes are given back once the copy is over."""
+    engine, stays, turn = talked(bus, make_engine, llama)
+    for cancelled in (True, False):
+        second = engine.submit(turn, LONG, session_id="chat")
+        step(engine)
+        assert second.prefill is None
+        if cancelled:
+            engine.cancel(second)
+        else:
+            engine.residency.sessions.clear()
+        step(engine)
+    assert second.output_token_ids
+    finish(engine, bus, solo, llama, stays, second)
+    assert second.cached_prompt_tokens == 0
