@@ -42,6 +42,7 @@ SETTLE_BYTES: Final = 64 << 20
 
 _OURS = re.compile(r"batond-([0-9a-f]{16})(\.lock|-[0-9a-f]{32}\.(?:part|kv))")
 _PRIVATE: Final = 0o600
+_BLOCK_BYTES: Final = 512  # What the system counts a file's blocks in, whatever the disk's are.
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -154,7 +155,7 @@ class SpillFolder:
         """Remove what is left of this process, and let go of the directory."""
         if self._fd < 0:
             return
-        for name, token in self._ours():
+        for name, token in _files(self._fd, os.geteuid()):
             if token == self._token:
                 self._unlink(name)
         self._close_fds()
@@ -167,52 +168,17 @@ class SpillFolder:
         """Lock a file of our own: as long as it is locked, nobody takes our files for a dead process's."""
         while True:
             token = secrets.token_hex(8)
-            fd = self._open_lock(_lock_name(token), os.O_CREAT | os.O_EXCL)
-            if self._lock(fd, _lock_name(token)):
+            fd = _open_lock(self._fd, _lock_name(token), os.O_CREAT | os.O_EXCL)
+            if _lock(self._fd, fd, _lock_name(token)):
                 return token, fd
             os.close(fd)  # Another start saw it unlocked, and cleared it up.
 
-    def _open_lock(self, name: str, flags: int) -> int:
-        return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, _PRIVATE, dir_fd=self._fd)
-
-    def _lock(self, fd: int, name: str) -> bool:
-        """Lock a file, if nobody has, and if it still is the one that has the name."""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            named = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-        except (BlockingIOError, FileNotFoundError):
-            return False
-        return os.path.samestat(named, os.fstat(fd))
-
     def _sweep(self) -> None:
         """Remove the files of dead processes: those whose lock nobody holds, or that have none."""
-        found = list(self._ours())
-        dead = [token for token in {token for _, token in found} if token != self._token]
-        for token in dead:
-            try:
-                fd = self._open_lock(_lock_name(token), 0)
-            except FileNotFoundError:
-                fd = -1
-            except OSError:  # A link, or another user's: not ours to judge.
-                continue
-            if fd < 0 or self._lock(fd, _lock_name(token)):
-                names = [name for name, owner in found if owner == token]
-                for name in sorted(names, key=lambda name: name.endswith(".lock")):  # The lock last.
-                    self._unlink(name)
-                logger.info("removed %d spilled files of a process that has died", len(names))
-            if fd >= 0:
-                os.close(fd)
-
-    def _ours(self) -> Iterator[tuple[str, str]]:
-        """Names of regular files that a batond of this user has made, and their processes."""
-        for name in os.listdir(self._fd):  # noqa: PTH208 - the directory that was opened, whatever has its path
-            matched = _OURS.fullmatch(name)
-            if matched is None:
-                continue
-            with suppress(FileNotFoundError):
-                found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                    yield name, matched[1]
+        for names in _dead_files(self._fd, os.geteuid(), self._token):
+            for name in sorted(names, key=lambda name: name.endswith(".lock")):  # The lock last.
+                self._unlink(name)
+            logger.info("removed %d spilled files of a process that has died", len(names))
 
     def _unlink(self, name: str) -> None:
         try:
@@ -301,13 +267,82 @@ def check_spill_folder(path: Path, nbytes: int | None) -> None:
 
 
 def _free_bytes(path: Path) -> tuple[int, int]:
-    """Bytes that may be written where a directory is, or will be, and the floor that is not among them."""
+    """Bytes that may be written where a directory is, or will be, and the floor that is not among them.
+
+    What dead processes have left counts as free: the start removes it.
+    """
     for place in (path, path.parent):
         with suppress(FileNotFoundError):
             space = os.statvfs(place)
             floor = floor_bytes(space.f_blocks * space.f_frsize)
-            return space.f_bavail * space.f_frsize - floor, floor
+            dead_bytes = _dead_bytes(path) if place == path else 0
+            return space.f_bavail * space.f_frsize + dead_bytes - floor, floor
     raise _unfit(path, "isn't there, and its parent neither")
+
+
+def _dead_bytes(path: Path) -> int:
+    """What files of dead processes take in a directory; 0 where it can't be looked into."""
+    nbytes = 0
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for names in _dead_files(fd, os.fstat(fd).st_uid):
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        nbytes += os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * _BLOCK_BYTES
+        finally:
+            os.close(fd)
+    return nbytes
+
+
+def _dead_files(fd: int, user: int, alive: str = "") -> Iterator[list[str]]:
+    """Names of files of each process whose lock nobody holds, or that has none; held while they are used.
+
+    Args:
+        fd: Of the directory.
+        user: Whose files.
+        alive: A process that is not asked.
+    """
+    found = list(_files(fd, user))
+    for token in sorted({token for _, token in found} - {alive}):
+        try:
+            lock_fd = _open_lock(fd, _lock_name(token), 0)
+        except FileNotFoundError:
+            lock_fd = -1
+        except OSError:  # A link, or another user's: not ours to judge.
+            continue
+        try:
+            if lock_fd < 0 or _lock(fd, lock_fd, _lock_name(token)):
+                yield [name for name, owner in found if owner == token]
+        finally:
+            if lock_fd >= 0:
+                os.close(lock_fd)
+
+
+def _files(fd: int, user: int) -> Iterator[tuple[str, str]]:
+    """Names of regular files in a directory that a batond of a user has made, and their processes."""
+    for name in os.listdir(fd):
+        matched = _OURS.fullmatch(name)
+        if matched is None:
+            continue
+        with suppress(FileNotFoundError):
+            found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == user:
+                yield name, matched[1]
+
+
+def _open_lock(fd: int, name: str, flags: int) -> int:
+    return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, _PRIVATE, dir_fd=fd)
+
+
+def _lock(fd: int, lock_fd: int, name: str) -> bool:
+    """Lock a file of a directory, if nobody has, and if it still is the one that has the name."""
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        named = os.stat(name, dir_fd=fd, follow_symlinks=False)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    return os.path.samestat(named, os.fstat(lock_fd))
 
 
 def _open_checked(path: Path, *, any_owner: bool = False) -> int:

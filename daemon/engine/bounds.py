@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from batond.daemon.engine.governing import Governing
     from batond.daemon.engine.queries.residency import Residency
     from batond.daemon.engine.step.relief import Relief
@@ -18,9 +20,10 @@ class Bounds:
         residency: Whose rows.
         relief: Knows what chunk a step was done with.
         governor: Follows the memory there is; None is nobody.
+        counters: Of the engine: how often no memory was found.
 
     Attributes:
-        kv_budget_bytes: Bytes of KV the batch may hold, as configured; None is no bound.
+        kv_budget_bytes: Bytes of KV the batch may hold, whatever a governor allows; None is no bound.
         chunk_tokens: Prompt tokens of a step, as configured; None is no bound.
         chunk_budget: Learns them from the steps instead; None is nobody.
     """
@@ -31,6 +34,7 @@ class Bounds:
         relief: Relief,
         *,
         governor: Governing | None,
+        counters: Counter[str],
         kv_budget_bytes: int | None,
         chunk_tokens: int | None,
         chunk_budget: ChunkBudget | None,
@@ -38,6 +42,7 @@ class Bounds:
         self.kv_budget_bytes = kv_budget_bytes
         self.chunk_tokens, self.chunk_budget = chunk_tokens, chunk_budget
         self._residency, self._relief, self._governor = residency, relief, governor
+        self._counters = counters
 
     def limits(self, taken_bytes: int = 0) -> tuple[int, int | None]:
         """Rows, and bytes of KV (None is no bound), that the batch may take now.
@@ -49,7 +54,8 @@ class Bounds:
         if self._governor is None:
             return rows, self.kv_budget_bytes
         running = sum(owner is not None for owner in self._residency.by_row)
-        limits = self._governor.limits(running, self._least_bytes, taken_bytes)
+        shortages = self._counters["out_of_memory"]
+        limits = self._governor.limits(running, self._least_bytes, taken_bytes, shortages=shortages)
         if limits is None:
             return rows, self.kv_budget_bytes
         budgets = (self.kv_budget_bytes, limits.kv_budget_bytes)

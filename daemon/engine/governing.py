@@ -165,7 +165,7 @@ class Governing:
         return watch.wait_first()
 
     def limits(
-        self, running: int, least_bytes: Callable[[], int], taken_bytes: int = 0
+        self, running: int, least_bytes: Callable[[], int], taken_bytes: int = 0, *, shortages: int = 0
     ) -> MemoryLimits | None:
         """What the batch may take from now on; gives back at once what it may not keep.
 
@@ -176,6 +176,7 @@ class Governing:
             least_bytes: Tells the KV that one row needs to go on; asked with each reading, and where it may
                 matter.
             taken_bytes: KV that is written or promised, parked KV not included.
+            shortages: How often no memory was found since the start.
 
         Returns:
             None while it is off.
@@ -189,7 +190,7 @@ class Governing:
         known = None if self._decided is None or self._decided[0] is not sample else self._decided[1]
         if known is None or self._binds():
             known = Demand(least_bytes())
-        demand = Demand(known.least_bytes, batch.rows, running)
+        demand = Demand(known.least_bytes, batch.rows, running, shortages)
         # Blind, our own growth counts, and no new reading tells of it.
         if sample is None or self._decided != (sample, demand):
             self._decide(sample, demand, watch, batch)

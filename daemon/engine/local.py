@@ -24,6 +24,7 @@ import msgspec
 from batond.daemon.engine.arguments import as_policy, check_arguments
 from batond.daemon.engine.batch.card_steps import CardUse
 from batond.daemon.engine.batch.prefill import LOGITS_TOKENS
+from batond.daemon.engine.batch.ring_size import ring_room_bytes
 from batond.daemon.engine.bounds import Bounds
 from batond.daemon.engine.model.causal import CausalModel, load_model
 from batond.daemon.engine.proof.serving import choose_batch
@@ -71,6 +72,7 @@ from batond.policies.classes import SlaClasses
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from batond.daemon.engine.batch.protocol import Batch
     from batond.daemon.engine.governing import Governing
     from batond.daemon.engine.model.layout import RecordLayout
     from batond.daemon.engine.proof.serving import Serving
@@ -226,14 +228,17 @@ class LocalEngine:
             undo.callback(serving.batch.close)
             store = open_store(self.model.device, host_pool_bytes, spill_dir, spill_bytes or 0, poison=poison)
             undo.callback(close_store, store)
-            self._assemble(serving, store, session_bytes if self.keeps_sessions else 0, session_ttl_s)
-            self.on_plan: Callable[[Plan], None] | None = None
-            self.arrivals: Callable[[], bool] | None = None
             if governor is not None:
                 undo.callback(governor.close)
                 largest_bytes = serving.batch.layout.nbytes(self.max_query_tokens)
                 governor.attach(serving.batch, largest_bytes, lambda: store.pool.used_bytes)
-            if overcommit and (kv_budget_bytes is not None or (governor is not None and governor.on)):
+                if not governor.on:
+                    self._bound_by_room(serving.batch)
+            self._assemble(serving, store, session_bytes if self.keeps_sessions else 0, session_ttl_s)
+            self.on_plan: Callable[[Plan], None] | None = None
+            self.arrivals: Callable[[], bool] | None = None
+            governed = governor is not None and governor.on
+            if overcommit and (self._kv_budget_bytes is not None or governed):
                 self._roster.expected = ExpectedOutput()
             undo.pop_all()
 
@@ -279,6 +284,7 @@ class LocalEngine:
             self.residency,
             self._relief,
             governor=self._governor,
+            counters=counters,
             kv_budget_bytes=self._kv_budget_bytes,
             chunk_tokens=self._chunk_tokens,
             chunk_budget=ChunkBudget() if self._follows_pace else None,
@@ -351,6 +357,19 @@ class LocalEngine:
         if fit < self.max_query_tokens:
             self.max_query_tokens = fit
             self._limit_reason = f", as many as kv_budget_bytes of {kv_budget_bytes} hold"
+
+    def _bound_by_room(self, batch: Batch) -> None:
+        """Bound KV by what is free now: the ring may be larger than memory, and nobody says what others take.
+
+        Raises:
+            ConfigError: It holds not even one token of prompt and one of output.
+        """
+        room_bytes = ring_room_bytes(batch.device)
+        if not batch.memory.elastic or batch.memory.reserved_bytes <= room_bytes:
+            return
+        _log.warning("memory is not watched: KV may take %d bytes, half of what is free now", room_bytes)
+        self._kv_budget_bytes = min(self._kv_budget_bytes or room_bytes, room_bytes)
+        self._limit_tokens_by_bytes(batch.layout, self._kv_budget_bytes)
 
     # -- what callers do ------------------------------------------------------------------------------
 

@@ -109,11 +109,13 @@ class Demand:
             yet is let in alone by the planner, whatever the budget is.
         rows: Rows of the batch.
         running: Rows in use.
+        shortages: How often this process found no memory, counted from its start.
     """
 
     least_bytes: int = 0
     rows: int = 1
     running: int = 0
+    shortages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,7 @@ class Governor:
         self._standing_bytes: int | None = None
         self._slack = (0, 0)  # Of the last two readings.
         self._total_bytes = self._other_bytes = 0  # As of the last reading.
+        self._shortages = 0  # Of the last decision.
 
     @property
     def marks(self) -> Watermarks:
@@ -215,8 +218,9 @@ class Governor:
             now_s: Monotonic clock.
             trouble: Why there is no reading, in words.
         """
+        struck, self._shortages = demand.shortages > self._shortages, demand.shortages
         if reading is None:
-            return self._decide_blind(own, demand, trouble)
+            return self._decide_blind(own, demand, trouble, struck=struck)
         self._total_bytes, self._other_bytes = reading.total_bytes, other_bytes(reading, own)
         if reading.at_s != self._read_s:
             self._read_s, self._slack = reading.at_s, (self._slack[1], own.slack_bytes)
@@ -251,14 +255,23 @@ class Governor:
         self._budget_bytes = budget
         return state, budget
 
-    def _decide_blind(self, own: OwnUse, demand: Demand, trouble: str) -> MemoryLimits:
-        """Without a reading others hold what they held; our own growth may still lower limits."""
+    def _decide_blind(self, own: OwnUse, demand: Demand, trouble: str, *, struck: bool) -> MemoryLimits:
+        """Without a reading others hold what they held; what is told of memory besides may lower limits.
+
+        That is our own growth, and that no memory was found: others must have taken some. Then the batch may
+        hold a step less than it does now.
+        """
         why = trouble or "there is no reading yet"
         if self._budget_bytes is None:
             reason = f"{why}; nothing more begins than what runs"
             return MemoryLimits(max(1, demand.running), None, GovernorState.LOST, reason)
-        self._budget_bytes = min(self._budget_bytes, max(0, self._room(self._marks.high, own)))
-        return _limits(GovernorState.LOST, f"{why}; limits are held", self._budget_bytes, own, demand)
+        budget = min(self._budget_bytes, self._room(self._marks.high, own))
+        if struck:
+            held = own.committed_bytes + own.parked_bytes - own.slack_bytes
+            budget = min(budget, held - int(self._total_bytes * GROW_FRACTION))
+        self._budget_bytes = max(0, budget)
+        does = "no memory was found, limits are lowered" if struck else "limits are held"
+        return _limits(GovernorState.LOST, f"{why}; {does}", self._budget_bytes, own, demand)
 
     def _room(self, mark: float, own: OwnUse) -> int:
         """KV, parked or not, that fits under a watermark beside everything else; below 0 if nothing does."""

@@ -236,6 +236,26 @@ def test_without_readings_limits_are_held_and_never_raised() -> None:
     assert memory.settle().state is GovernorState.STEADY
 
 
+def test_who_finds_no_memory_while_blind_lowers_the_limits() -> None:
+    """M6, M9: others have taken what the last reading had seen; the batch may hold a step less than now."""
+    memory = Memory()
+    memory.demand = replace(IDLE, shortages=3)
+    held = budget(memory.tick())
+    assert budget(memory.tick(lost=True)) == held, "what was short before counts for nothing"
+    memory.own = replace(memory.own, committed_bytes=20 * GIB, slack_bytes=GIB)
+    memory.demand = replace(memory.demand, shortages=4)
+    limits = memory.tick(lost=True)
+    less = 19 * GIB - int(TOTAL * GROW_FRACTION)
+    assert (limits.state, budget(limits)) == (GovernorState.LOST, less)
+    assert "no memory was found" in limits.reason
+    assert budget(memory.tick(lost=True)) == less
+    memory.demand = replace(memory.demand, shortages=5, least_bytes=GIB)
+    memory.own = replace(memory.own, committed_bytes=GIB, slack_bytes=0)
+    assert budget(memory.tick(lost=True)) == GIB, "one query goes on"
+    memory.demand = replace(memory.demand, shortages=6)
+    assert budget(memory.settle()) > less, "readings know better"
+
+
 def test_before_the_first_reading_nothing_more_begins() -> None:
     memory = Memory()
     memory.demand = Demand(rows=8, running=2)

@@ -151,6 +151,28 @@ def test_a_start_removes_the_files_of_the_dead_and_no_others(tmp_path: Path) -> 
     living.close()
 
 
+def test_what_the_dead_have_left_counts_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart after a crash on a full disk: the start removes these files, and is not refused for them."""
+    dead, living = SpillFolder(tmp_path), SpillFolder(tmp_path)
+    for folder in (dead, living):
+        (tmp_path / keep(folder)).write_bytes(b"x" * (1 << 20))
+    left = dead.free_bytes()
+    monkeypatch.setattr(module.os, "statvfs", lambda _: fixed)
+    fixed = os.fstatvfs(dead._fd)
+    check_spill_folder(tmp_path, left - (1 << 16))
+    with pytest.raises(ConfigError, match="has room for"):
+        check_spill_folder(tmp_path, left + (1 << 19))
+    die(dead)
+    before = names(tmp_path)
+    check_spill_folder(tmp_path, left + (1 << 19))
+    with pytest.raises(ConfigError, match="has room for"):
+        check_spill_folder(tmp_path, left + (3 << 19))
+    assert names(tmp_path) == before, "nothing is changed"
+    SpillFolder(tmp_path).close()
+    assert keep(living) in names(tmp_path)
+    living.close()
+
+
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     token = "0123456789abcdef"
     (tmp_path / "target").write_text("precious")

@@ -57,7 +57,7 @@ def plan_ring(
     context = model.max_context_tokens
     filled_rows = 1 if elastic else rows
     column_bytes = filled_rows * layout.record_bytes
-    room_bytes = _room_bytes(model.device)
+    room_bytes = ring_room_bytes(model.device)
     fitting = room_bytes // column_bytes
     wanted = min(max_query_tokens or context, context)
     if wanted <= fitting:
@@ -73,7 +73,8 @@ def plan_ring(
     return RingSize(fitting, f"; queries end at {fitting} of {context} tokens: memory holds no more columns")
 
 
-def _room_bytes(device: torch.device) -> int:
+def ring_room_bytes(device: torch.device) -> int:
+    """What a ring may take of the memory that is free now."""
     if device.type == "cuda":
         gc.collect()  # What the probes leave behind counts as taken otherwise.
         torch.cuda.empty_cache()

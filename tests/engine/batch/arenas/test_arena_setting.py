@@ -11,9 +11,11 @@ from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.batch.arenas.card import CardArena
 from batond.daemon.engine.batch.arenas.choice import elastic_arena, plain_arena
 from batond.daemon.engine.batch.ring_size import plan_ring
-from batond.daemon.engine.governing import make_governing
+from batond.daemon.engine.governing import Governing, make_governing
 from batond.daemon.engine.proof import rings
-from batond.daemon.errors import ConfigError
+from batond.daemon.errors import ConfigError, RequestTooLargeError
+from batond.daemon.memory.governor import Governor
+from batond.daemon.memory.readings import MemoryReading, ReadingLost
 from batond.daemon.wire.settings import MemorySettings
 
 if TYPE_CHECKING:
@@ -134,7 +136,7 @@ def test_an_elastic_ring_may_be_larger_than_memory(
     """Issue 7: rows of mixed lengths, more of them than would fit at their longest; each alone must fit."""
     bench = make_bench(llama)
     room = 100 * bench.layout.record_bytes
-    monkeypatch.setattr("batond.daemon.engine.batch.ring_size._room_bytes", lambda _: room)
+    monkeypatch.setattr("batond.daemon.engine.batch.ring_size.ring_room_bytes", lambda _: room)
     assert plan_ring(bench.model, bench.layout, 50, 100, elastic=True).columns == 100
     with pytest.raises(ConfigError):
         plan_ring(bench.model, bench.layout, 50, 100)
@@ -147,7 +149,7 @@ def test_only_a_governed_ring_is_larger_than_memory(
 ) -> None:
     """Issue 7: where nobody bounds the rows, an elastic ring is sized as a plain one."""
     room = 100 * make_bench(llama).layout.record_bytes
-    monkeypatch.setattr("batond.daemon.engine.batch.ring_size._room_bytes", lambda _: room)
+    monkeypatch.setattr("batond.daemon.engine.batch.ring_size.ring_room_bytes", lambda _: room)
     asked = options(arena="elastic", max_query_tokens=100)
     with pytest.raises(ConfigError, match="a ring of 2 rows"):
         make_engine(llama, **asked)
@@ -155,3 +157,42 @@ def test_only_a_governed_ring_is_larger_than_memory(
     engine = make_engine(llama, **asked, governor=governor)
     assert engine.max_query_tokens == 100
     engine.close()
+
+
+def test_a_ring_larger_than_memory_that_nobody_watches_is_bounded_by_its_room(
+    llama: Any, make_engine: Callable[..., LocalEngine], make_bench: Callable[[Any], Any], monkeypatch: Any
+) -> None:
+    """M9: the card's library does not answer: rows share what was free at the start, one query fits alone."""
+    record = make_bench(llama).layout.record_bytes
+    monkeypatch.setattr("batond.daemon.engine.batch.ring_size.ring_room_bytes", lambda _: 100 * record)
+    monkeypatch.setattr("batond.daemon.engine.local.ring_room_bytes", lambda _: 70 * record)
+
+    class Unreadable:
+        name = "a card"
+
+        def read(self) -> MemoryReading:
+            raise ReadingLost("no driver")
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    governor = Governing(Unreadable(), Governor(), mode="auto", threaded=False)
+    asked = options(arena="elastic", max_query_tokens=100, governor=governor)
+    engine = make_engine(llama, **asked)
+    assert not governor.on
+    assert engine.max_query_tokens == 70
+    expected = tokens(make_engine(llama, **options(arena="plain", max_query_tokens=64)))
+    most = 0
+    step = engine.step
+
+    def counted() -> bool:
+        nonlocal most
+        moved = step()
+        most = max(most, sum(engine.residency.batch.lengths))
+        return moved
+
+    monkeypatch.setattr(engine, "step", counted)
+    assert tokens(engine) == expected
+    assert 30 < most <= 70
+    with pytest.raises(RequestTooLargeError, match="as many as kv_budget_bytes"):
+        engine.submit([3] * 60, SamplingParams(max_tokens=20))
