@@ -32,7 +32,13 @@ def empty_records(n_tokens: int, record_bytes: int, device: torch.device | str) 
     """
     nbytes = n_tokens * record_bytes
     size = block_bytes(nbytes) if torch.device(device).type == "cuda" else nbytes
-    return torch.empty(size, dtype=torch.uint8, device=device)[:nbytes].view(n_tokens, record_bytes)
+    try:
+        block = torch.empty(size, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        if size == nbytes:
+            raise
+        block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return block[:nbytes].view(n_tokens, record_bytes)
 
 
 def block_bytes(nbytes: int) -> int:

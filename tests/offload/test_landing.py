@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,3 +28,19 @@ def test_records_are_contiguous_whatever_the_block() -> None:
     assert records.shape == (7, 48)
     assert records.is_contiguous()
     assert records.dtype == torch.uint8
+
+
+def test_where_the_block_does_not_fit_the_bytes_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M6: short memory is no time for round sizes."""
+    real, asked = torch.empty, []
+
+    def empty(size: int, **_: object) -> torch.Tensor:
+        asked.append(size)
+        if len(asked) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return real(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    records = empty_records(1025, 4096, "cuda")
+    assert records.shape == (1025, 4096)
+    assert asked == [block_bytes(1025 * 4096), 1025 * 4096]

@@ -75,8 +75,9 @@ class Arriving:
             self._due.add(owner_id)
         if owner_id in self._given_up:
             return
-        needed = self._store.parked_bytes(owner_id)
-        if self._tickets and needed + sum(ticket.kv.nbytes for ticket in self._tickets.values()) > MOST_BYTES:
+        if due and self._crowds(owner_id):
+            self.give_up_likely()
+        if self._crowds(owner_id):
             self._crowded.add(owner_id)
             return
         self._tickets[owner_id] = self._store.begin_load(owner_id, self._device)
@@ -123,6 +124,11 @@ class Arriving:
                 raise AssertionError(f"a copy of {owner_id} was begun, and nothing is parked")
         if not self._ahead <= set(self._tickets):
             raise AssertionError(f"copies begun ahead are not under way: {self._ahead - set(self._tickets)}")
+
+    def _crowds(self, owner_id: str) -> bool:
+        """Whether there is no room for an owner's slice beside those under way."""
+        taken = sum(ticket.kv.nbytes for ticket in self._tickets.values())
+        return bool(self._tickets) and taken + self._store.parked_bytes(owner_id) > MOST_BYTES
 
     def _drop(self, owner_id: str) -> LoadTicket | None:
         self._ahead.discard(owner_id)

@@ -209,6 +209,28 @@ def test_several_copies_are_under_way_as_far_as_there_is_room(
     finish(engine, bus, solo, llama, *queries)
 
 
+def test_who_may_get_a_row_gives_way_to_whose_row_is_due(
+    llama: Any, make_engine: Make, bus: SlowCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3: copies begun on a guess leave their room to those that are wanted now."""
+    monkeypatch.setattr(arriving, "MOST_BYTES", 1)
+    engine = engine_on(bus, make_engine, llama, rows=3)
+    due, likely, other = (running(engine, place) for place in range(3))
+    for query in (due, likely, other):
+        engine.park(query)
+    residency = engine.residency
+    residency.bring([], [likely])
+    assert (residency.landed(likely), residency.arriving) == (False, False)
+    residency.bring([], [likely, other])
+    assert len(bus.transfers) == 1
+    residency.bring([due], [likely])
+    engine.check_integrity()
+    assert len(bus.transfers) == 2
+    assert residency.arriving
+    assert residency.store.stats.aborted == 1
+    assert not residency.landed(likely), "it waits for room, nobody for it"
+
+
 def test_a_copy_whose_memory_was_needed_is_waited_for_the_next_time(
     llama: Any, make_engine: Make, solo: Solo, bus: SlowCopier
 ) -> None:
