@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import TYPE_CHECKING
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batond.offload.landing import block_bytes, empty_records
+
+if TYPE_CHECKING:
+    import pytest
 
 
 @given(nbytes=st.integers(1, 1 << 40))
