@@ -22,7 +22,7 @@ _GRAPH_LAUNCH: Final = "cudaGraphLaunch"
 #: Copies and fills are no kernels.
 _NO_KERNEL: Final = ("Memcpy", "Memset")
 #: Which kernels are attention: the engine's own, and those that torch's sdpa chooses from.
-_ATTENTION: Final = re.compile(r"attend_kernel|flash|fmha|attention|sdpa", re.IGNORECASE)
+_ATTENTION: Final = re.compile(r"attend_\w*kernel|flash|fmha|attention|sdpa", re.IGNORECASE)
 _NAME_LENGTH: Final = 60
 
 

@@ -299,6 +299,7 @@ class LocalEngine:
             packer=serving.packer,
             divisible=self.chunkable,
             grid_tokens=self._chunk_tokens if self.deterministic else None,
+            sizes=serving.prompt_steps.graphs.sizes if serving.prompt_steps is not None else (),
         )
         self._rows = Rows(
             self.residency, self._spilling, self._life, self._relief, self._roster, inline=self._inline
@@ -666,6 +667,7 @@ class LocalEngine:
         self._note_reasons(plan)
         if self.on_plan is not None:
             self.on_plan(plan)
+        prefilled_tokens = self.counters["prefill_tokens"]
         self._prompts.run(chunks)
         self._spilling.let_go()
         if not self._relief.struck:  # Else rows may have been parked, and whoever got one would lose it.
@@ -674,7 +676,8 @@ class LocalEngine:
         calm = not self._relief.struck
         self._relief.note_step(decoded=decoded, prompts=bool(chunks), rows=self.rows)
         if decoded and calm and not (plan.park or plan.resume):
-            self._bounds.note_step(time.perf_counter() - began_s, sum(chunk.tokens for chunk in chunks))
+            computed = self.counters["prefill_tokens"] - prefilled_tokens  # Chunks may end before the plan's.
+            self._bounds.note_step(time.perf_counter() - began_s, computed)
         return self._note_progress(plan, moved=decoded or not plan.empty)
 
     def _plan(self) -> Plan:

@@ -45,6 +45,7 @@ class Prompts:
         divisible: A prompt may be computed in chunks of any size.
         grid_tokens: A prompt is cut at multiples of this and nowhere else, whatever is planned; None is
             anywhere.
+        sizes: Tokens that a forward is captured for, ascending: one of fewer takes as long.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Prompts:
         packer: Packer | None,
         divisible: bool,
         grid_tokens: int | None,
+        sizes: Sequence[int] = (),
     ) -> None:
         self._residency, self._sampler, self._choosing = residency, sampler, choosing
         self._life, self._relief, self._packer = life, relief, packer
         self._divisible, self._grid_tokens = divisible, grid_tokens
+        self._sizes = sizes if divisible and grid_tokens is None else ()
 
     def run(self, chunks: Sequence[Chunk]) -> None:
         """Compute the planned parts of prompts; after a shortage, what is left of them is planned anew."""
@@ -134,7 +137,7 @@ class Prompts:
         first = prefill.done_tokens
         if chunk.end is None:
             # Its session may bring more than when the step was planned: another turn has just ended.
-            chunk.end = min(first + chunk.count, len(query.to_prefill_token_ids))
+            chunk.end = self._end_of(first, chunk.count, len(query.to_prefill_token_ids))
         chunk.first = first if chunk.first is None else min(chunk.first, first)
         while (first := prefill.done_tokens) < chunk.end:
             count = self._piece(chunk, first)
@@ -145,6 +148,12 @@ class Prompts:
                 logits = prefill.run(token_ids)
         self._life.count_prefill(query, chunk.first, chunk.end - chunk.first)
         return logits
+
+    def _end_of(self, first: int, count: int, length: int) -> int:
+        """Where a chunk of up to `count` tokens ends: with the prompt, or so that its forward is full."""
+        if first + count >= length:
+            return length
+        return first + max((size for size in self._sizes if size <= count), default=count)
 
     def _piece(self, chunk: _Chunk, first: int) -> int:
         """Tokens to compute at once from `first` on: more than one piece only after a shortage."""

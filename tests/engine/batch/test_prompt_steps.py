@@ -187,6 +187,28 @@ def test_an_engine_with_captured_prompts_emits_the_tokens_of_one_without(
     assert tokens(graphs=True) == tokens(graphs=False)
 
 
+@pytest.mark.usefixtures("card_on_cpu")
+def test_chunks_fill_their_forwards_but_for_the_last(
+    make_engine: Callable[..., LocalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward takes as long as if it were full."""
+    monkeypatch.setattr(prompt_steps, "SIZES", (8, 16, 32))
+    engine = make_engine(
+        families.make_family("llama"), rows=2, batch="ring", chunk_tokens=12, max_query_tokens=64
+    )
+    chunks, run = [], PromptSteps.run
+
+    def noting(steps: PromptSteps, parts: list[Part]) -> torch.Tensor:
+        chunks.append([len(part.token_ids) for part in parts])
+        return run(steps, parts)
+
+    monkeypatch.setattr(PromptSteps, "run", noting)
+    query = engine.submit([5 + place for place in range(34)], SamplingParams(max_tokens=2, ignore_eos=True))
+    while query.live:
+        engine.step()
+    assert chunks == [[8], [8], [8], [10]]
+
+
 @pytest.mark.parametrize("most", [1, 64, 65, 256, 2048, 10**6])
 def test_sizes_hold_every_chunk_or_end_at_the_largest(most: int) -> None:
     sizes = prompt_sizes(most)
