@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 from batond.daemon.engine import SamplingParams
 from batond.daemon.engine.process import EngineProcess
@@ -63,6 +64,19 @@ class Channel:
 
     def send(self, event: Any) -> None:
         """Take what it says."""
+
+
+def test_an_engine_asks_the_channel_before_it_begins_a_step_ahead(
+    llama: Any, make_engine: Callable[..., Any]
+) -> None:
+    """A command that has come is heard first."""
+    engine = make_engine(llama, rows=1)
+    channel = Mock()
+    EngineProcess(engine, channel)
+    for waits in (True, False):
+        channel.waiting.return_value = waits
+        assert engine.arrivals() is waits
+    assert not channel.poll.called
 
 
 def test_an_idle_engine_takes_in_what_copies_have_come_to(

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from batond.daemon.engine.sampling.tensors import on_device
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -81,9 +83,9 @@ class TokenCounts:
             new_cells += [first + token for token in history.output_token_ids[slot.counted :]]
             slot.counted = len(history.output_token_ids)
         if new_cells:
-            cells = torch.tensor(new_cells, device=self._table.device)
+            cells = on_device(new_cells, torch.int64, self._table.device)
             self._table.view(-1).scatter_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
-        return self._table[torch.tensor([slot.index for slot in slots], device=self._table.device)]
+        return self._table[on_device([slot.index for slot in slots], torch.int64, self._table.device)]
 
     def forget(self, key: str) -> None:
         """Give a query's slot back; unknown keys are ignored."""
@@ -107,9 +109,9 @@ class TokenCounts:
             cells += [slot.index * self._vocab_size + token for token in history.prompt_token_ids]
         device = self._table.device
         opened = [self._slots[history.key].index for history in histories]
-        self._table[torch.tensor(opened, device=device)] = 0
+        self._table[on_device(opened, torch.int64, device)] = 0
         if cells:
-            self._table.view(-1)[torch.tensor(cells, device=device)] = _IN_PROMPT
+            self._table.view(-1)[on_device(cells, torch.int64, device)] = _IN_PROMPT
 
 
 def penalize(logits: torch.Tensor, counts: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -124,7 +126,7 @@ def penalize(logits: torch.Tensor, counts: torch.Tensor, params: Sequence[Sampli
         New logits of the same shape.
     """
     repetition, presence, frequency = (
-        torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
+        on_device(values, torch.float32, logits.device)[:, None]
         for values in (
             [one.repetition_penalty for one in params],
             [one.presence_penalty for one in params],

@@ -203,9 +203,9 @@ class Sampler:
                 rows.append(row)
         if not offsets:
             return logits
-        counts = torch.tensor([len(one.ids) for one in offsets], device=self._device)
-        at_rows = torch.tensor(rows, device=self._device).repeat_interleave(counts)
+        counts = on_device([len(one.ids) for one in offsets], torch.int64, self._device)
         ids = torch.cat([one.ids for one in offsets])
+        at_rows = on_device(rows, torch.int64, self._device).repeat_interleave(counts, output_size=len(ids))
         values = torch.cat([one.values for one in offsets])
         return logits.index_put((at_rows, ids), values, accumulate=True)
 
@@ -231,8 +231,8 @@ class Sampler:
 
     def _new_offsets(self, ids: list[int], values: list[float]) -> _Offsets:
         return _Offsets(
-            torch.tensor(ids, dtype=torch.int64, device=self._device),
-            torch.tensor(values, dtype=torch.float32, device=self._device),
+            on_device(ids, torch.int64, self._device),
+            on_device(values, torch.float32, self._device),
         )
 
     def _penalized(self, logits: torch.Tensor, queries: Sequence[Sampled]) -> torch.Tensor:
@@ -243,7 +243,7 @@ class Sampler:
         counts = self._counts.rows(
             [History(query.query_id, query.prompt_token_ids, query.output_token_ids) for query in mine]
         )
-        index = torch.tensor(rows, device=self._device)
+        index = on_device(rows, torch.int64, self._device)
         new = penalize(logits[index], counts, [query.sampling for query in mine])
         return logits.index_put((index,), new)
 
@@ -254,7 +254,7 @@ class Sampler:
             return logits
         matchers = [query.grammar for query in queries if query.grammar is not None]
         allowed = self._grammars.allowed(matchers, self._device)
-        index = torch.tensor(rows, device=self._device)
+        index = on_device(rows, torch.int64, self._device)
         new = logits[index].masked_fill(~allowed, -torch.inf)
         # A complete grammar allows nothing but the ids that min_tokens bans: the grammar wins.
         stuck = torch.isneginf(new).all(dim=-1, keepdim=True)

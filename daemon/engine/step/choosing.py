@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from batond.daemon.engine.model.shortage import SHORTAGE_TYPES
+from batond.daemon.engine.sampling.tensors import on_device
 from batond.daemon.engine.step.relief import NoMemoryError
 from batond.daemon.scheduler.plan import ParkMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from batond.daemon.engine.queries.query import Query
     from batond.daemon.engine.sampling.sampler import Choice, Sampler
@@ -54,7 +55,7 @@ class Choosing:
 
     def _try(self, logits: torch.Tensor, rows: Sequence[int], queries: Sequence[Query]) -> list[Choice]:
         try:
-            return self._sampler.choose(logits[list(rows)], queries)
+            return self._sampler.choose(logits[on_device(rows, torch.int64, logits.device)], queries)
         except SHORTAGE_TYPES:
             for query in queries:
                 self._sampler.forget(query)  # Counts may be half done; they are made anew from the record.
