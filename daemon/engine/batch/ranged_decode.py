@@ -32,8 +32,6 @@ _LOG2_E: Final = 1.4426950408889634
 _LEAST_TILE: Final = 16
 #: A row is split among at most so many programs: 5 halvings, as the kernel is written.
 _MOST_SPLITS: Final = 32
-#: Programs of a multiprocessor up to which more splits pay where there are few rows and heads.
-_PROGRAMS_PER_CORE: Final = 1.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +55,23 @@ class _Cut:
 
 
 _KIB: Final = 1024
+#: About one multiprocessor in ten may stay without.
+_PROGRAMS_PER_CORE: Final = 0.9
+_FEW: Final = _Cut(0.0, block_bytes=16 * _KIB, warps=4, stages=4, enough_bytes=32 * _KIB)
+_PAIRS: Final = _Cut(1.9, block_bytes=16 * _KIB, warps=4, stages=4, enough_bytes=512 * _KIB)
 #: The densest first. Many ranges: many small programs hide each other's start. One or two a multiprocessor:
-#: each has to have more in flight. Fewer: ranges are split, and small programs start faster.
+#: each has to have more in flight. Fewer: ranges are split, until there is one.
 _CUTS: Final = (
     _Cut(3.0, block_bytes=16 * _KIB, warps=4, stages=2, enough_bytes=512 * _KIB),
-    _Cut(1.9, block_bytes=8 * _KIB, warps=2, stages=4, enough_bytes=512 * _KIB),
-    _Cut(0.9, block_bytes=16 * _KIB, warps=4, stages=4, enough_bytes=1024 * _KIB),
-    _Cut(0.0, block_bytes=8 * _KIB, warps=2, stages=3, enough_bytes=32 * _KIB),
+    _PAIRS,
+    _Cut(_PROGRAMS_PER_CORE, block_bytes=16 * _KIB, warps=4, stages=4, enough_bytes=1024 * _KIB),
+    _FEW,
 )
+#: Instead of `_PAIRS` where no range is ever split. Four of them fit a multiprocessor: beside programs that
+#: find no work, the card gives some multiprocessors four and others none. Of `_PAIRS`, two fit.
+_SHORT_PAIRS: Final = _Cut(1.9, block_bytes=8 * _KIB, warps=2, stages=4, enough_bytes=512 * _KIB)
+#: Beside the loads in flight: a query head, weights and sums on their way between threads; rounded up.
+_SHARED_BYTES_OF_A_HEAD: Final = _KIB
 #: float32 is multiplied without tensor cores: that takes more threads.
 _WARPS_FOR_FLOAT32: Final = 4
 
@@ -88,22 +95,49 @@ class Tiling:
     enough: int = 0
 
 
-def choose_tiling(ring: Ring, rule: Rule, cores: int) -> Tiling:
-    """Cut the work of a batch for a card of so many multiprocessors: by shapes alone, not by who is there."""
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What of a card the cut depends on.
+
+    Attributes:
+        cores: Multiprocessors.
+        shared_bytes: Memory of a multiprocessor that one program can have.
+    """
+
+    cores: int
+    shared_bytes: int
+
+
+def choose_tiling(ring: Ring, rule: Rule, card: Card, group: int = 1) -> Tiling:
+    """Cut the work of a batch: by shapes alone, not by who is there.
+
+    Args:
+        ring: What is attended to.
+        rule: How.
+        card: Where.
+        group: Query heads that share a key.
+    """
     rows, _, kv_heads, dim = ring.key.shape
     ranges, number_bytes = rows * kv_heads, ring.key.element_size()
     column_bytes = _padded(max(dim, ring.value.shape[3])) * number_bytes
-    cut = next(cut for cut in _CUTS if ranges >= cut.ranges_per_core * cores)
+    longest = min(rule.window or ring.most_tokens, ring.most_tokens)
+    cut = next(cut for cut in _CUTS if ranges >= cut.ranges_per_core * card.cores)
+    if cut is _PAIRS and longest * column_bytes <= cut.enough_bytes:
+        cut = _SHORT_PAIRS
     block = max(_LEAST_TILE, min(128, cut.block_bytes // column_bytes))
     enough = max(2 * block, cut.enough_bytes // column_bytes)
-    longest = min(rule.window or ring.most_tokens, ring.most_tokens)
     splits = 1
     while splits < _MOST_SPLITS and splits * enough < longest:
-        if splits * ranges >= _PROGRAMS_PER_CORE * cores and cut is _CUTS[-1]:
+        if cut is _FEW and splits * ranges >= _PROGRAMS_PER_CORE * card.cores:
             break
         splits *= 2
-    warps = cut.warps if number_bytes < torch.float32.itemsize else _WARPS_FOR_FLOAT32
-    return Tiling(block=block, warps=warps, stages=cut.stages, splits=splits, enough=enough)
+    warps = max(cut.warps, min(8, _padded(group) // 8))  # For registers: more heads in a group, more sums.
+    if number_bytes == torch.float32.itemsize:
+        warps = max(warps, _WARPS_FOR_FLOAT32)
+    others = _SHARED_BYTES_OF_A_HEAD * _padded(group)
+    room = (card.shared_bytes - others) // (2 * block * column_bytes)  # Keys and values.
+    stages = max(2, min(cut.stages, room + 1))
+    return Tiling(block=block, warps=warps, stages=stages, splits=splits, enough=enough)
 
 
 def write_column(new_key: torch.Tensor, new_value: torch.Tensor, ring: Ring) -> None:
@@ -157,7 +191,7 @@ def decode_attention(
     capacity, kv_heads, value_dim = *ring.key.shape[1:3], ring.value.shape[3]
     group = heads // kv_heads
     if tiling is None:
-        tiling = choose_tiling(ring, rule, _cores(query.device))
+        tiling = choose_tiling(ring, rule, _card(query.device), group)
     out = query.new_empty(rows, heads, value_dim)
     query = _packed(query)
     new_key, new_value = (_packed(one) for one in new or (query, query))
@@ -214,8 +248,10 @@ def _padded(size: int) -> int:
 
 
 @functools.cache
-def _cores(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _card(device: torch.device) -> Card:
+    properties = torch.cuda.get_device_properties(device)
+    # CUDA keeps 1 KiB of each multiprocessor's.
+    return Card(properties.multi_processor_count, properties.shared_memory_per_multiprocessor - _KIB)
 
 
 @functools.cache
