@@ -61,7 +61,8 @@ def prove_prompts(
     limits = [trial.model.max_context_tokens, most_tokens, LOGITS_TOKENS if trial.deterministic else None]
     sizes = prompt_sizes(min(limit for limit in limits if limit is not None))
     why = ""
-    for compiled in (True, False) if card.compiled else (False,):
+    # Run again to note log-probabilities, a compiled part may choose another of its programs, of other bits.
+    for compiled in (True, False) if card.compiled and not trial.deterministic else (False,):
         kept, trial.reasons = trial.reasons, []
         steps = _proved(trial, layout, padded, sizes, compiled=compiled)
         said, trial.reasons = trial.why, kept
