@@ -154,7 +154,7 @@ def neighbour_command(
     console.width = max(console.width, TABLE_WIDTH)
     with console.status("two runs of all queries"):
         stand = neighbour.make_stand(device, queries, seed)
-        alone, beside, seconds = neighbour.measure(stand)
+        alone, beside, seconds = neighbour.measure(stand, console.print)
     found = neighbour_show.checks(alone, beside)
     console.print(neighbour_show.timeline(beside), neighbour_show.verdict(found, beside))
     console.print(

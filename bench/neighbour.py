@@ -34,7 +34,7 @@ from batond.daemon.wire.messages import QueryState
 from batond.daemon.wire.settings import MemorySettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from batond.bench.neighbours import Neighbour
     from batond.daemon.engine.queries.query import Query
@@ -47,8 +47,9 @@ MOST_SHRINK_S: Final = 5.0
 CALM_S: Final = 0.25
 #: Part of the memory that the queries' KV takes when nobody is beside them.
 KV_SHARE: Final = 0.55
-_LAYERS, _HEADS, _HEAD_DIM = 32, 128, 128
-#: Few weights and much KV, 2 MiB a token: 200 short queries fill a card, and compute hardly anything.
+_LAYERS, _HEADS, _HEAD_DIM = 8, 512, 128
+#: Few weights and much KV, 2 MiB a token: 200 short queries fill a card, and compute hardly anything. Few
+#: layers, because whatever is not captured costs the host by the layer.
 CARD_CONFIG: Final = LlamaConfig(
     vocab_size=32_000,
     hidden_size=512,
@@ -406,10 +407,20 @@ def left_at_s(course: Course) -> float | None:
     return course.moments[held[-1] + 1].at_s
 
 
-def measure(stand: Stand) -> tuple[Course, Course, float]:
-    """Both runs; returns them and the seconds that they took."""
+def measure(stand: Stand, tell: Callable[[str], object] = str) -> tuple[Course, Course, float]:
+    """Both runs; returns them and the seconds that they took.
+
+    Args:
+        stand: Is closed afterwards.
+        tell: Is told what was done, in words.
+    """
     began_s = time.monotonic()
     try:
-        return run(stand), run(stand, SCRIPT), time.monotonic() - began_s
+        tell(f"an engine of {stand.engine.rows} rows: {stand.engine.batch_reason}")
+        alone = run(stand)
+        tell(f"undisturbed: {alone.seconds:.1f} s, {alone.parks} parks")
+        beside = run(stand, SCRIPT)
+        tell(f"beside the neighbour: {beside.seconds:.1f} s, {beside.parks} parks")
     finally:
         stand.close()
+    return alone, beside, time.monotonic() - began_s

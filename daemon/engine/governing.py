@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 #: What torch has cached and doesn't use goes back to the driver from this size on, and at most so often: it
 #: waits for the card, and the next allocations are slow.
 LEAST_CACHE_BYTES: Final = 64 << 20
-EMPTY_CACHE_EVERY_S: Final = 1.0
+EMPTY_CACHE_EVERY_S: Final = 0.25
 
 #: More than any context takes: a neighbour came while it was measured.
 MOST_CONTEXT_BYTES: Final = 2 << 30

@@ -42,7 +42,9 @@ CALM = Moment(
 def courses() -> tuple[Course, Course]:
     """A real engine on the CPU, beside a script."""
     torch.set_num_threads(1)
-    alone, beside, _ = neighbour.measure(neighbour.make_stand("cpu", queries=24, seed=0))
+    told: list[str] = []
+    alone, beside, _ = neighbour.measure(neighbour.make_stand("cpu", queries=24, seed=0), told.append)
+    assert [line.split(":")[0] for line in told[1:]] == ["undisturbed", "beside the neighbour"]
     return alone, beside
 
 
@@ -139,7 +141,7 @@ def test_the_command_prints_draws_and_judges(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(neighbour, "make_stand", lambda *_: None)
-    monkeypatch.setattr(neighbour, "measure", lambda _: (*courses, 1.0))
+    monkeypatch.setattr(neighbour, "measure", lambda *_: (*courses, 1.0))
     drawn, output = tmp_path / "neighbour.svg", tmp_path / "moments.json"
     arguments = ["neighbour", "--device", "cpu", "--plot", str(drawn), "--output", str(output)]
     result = CliRunner().invoke(app, arguments)
@@ -148,7 +150,7 @@ def test_the_command_prints_draws_and_judges(
     assert drawn.read_bytes().startswith(b"<?xml")
     assert len(json.loads(output.read_text())["beside"]) == len(courses[1].moments)
     lost = replace(courses[1], outputs=[[]] * len(courses[1].outputs))
-    monkeypatch.setattr(neighbour, "measure", lambda _: (courses[0], lost, 1.0))
+    monkeypatch.setattr(neighbour, "measure", lambda *_: (courses[0], lost, 1.0))
     assert CliRunner().invoke(app, arguments).exit_code == 1
 
 

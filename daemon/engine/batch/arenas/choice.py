@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from batond.daemon.engine.batch.arenas.arena import Arena, NewArena
 
 #: "auto" is elastic on the CPU: steps cost the same (0.96 to 1.03), embedding a row some 2.4 times as much by
-#: page faults, freeing a long one less (docs/performance.md). On a card: plain until its cost was measured.
+#: page faults, freeing a long one less (docs/performance.md). On a card it is plain: a step costs 1.001, but
+#: embedding where no page is mapped yet 7 ms for 512 MiB, and `bench neighbour` was not run to its end.
 ARENA_KINDS = ("auto", "plain", "elastic")
 
 
