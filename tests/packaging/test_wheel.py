@@ -25,7 +25,10 @@ TOP_FOLDERS = {
 }
 DATA_SUFFIXES = {".py", ".pyi", ".proto", ".lua", ".typed"}
 #: They need Triton, which comes with torch's CUDA build alone.
-FOR_CARDS = {f"batond.daemon.engine.batch.{name}" for name in ("ranged_decode", "ring_kernels")}
+FOR_CARDS = {
+    f"batond.daemon.engine.batch.{name}"
+    for name in ("linear_kernels", "prompt_attention", "prompt_kernels", "ranged_decode", "ring_kernels")
+}
 IMPORT_EVERYTHING = """
 import importlib, sys
 for name in sys.argv[1:]:

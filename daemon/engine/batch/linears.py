@@ -257,9 +257,9 @@ def _(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 class StreamedLinear(torch.nn.Linear):
     """What a linear is while a step is captured: its class tells a compiler that it is another one."""
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
         """Shape [..., inputs] to [..., outputs]."""
-        out: torch.Tensor = _linear(inputs, self.weight, self.bias)
+        out: torch.Tensor = _linear(input, self.weight, self.bias)
         return out
 
 

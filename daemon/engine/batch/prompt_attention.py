@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from batond.daemon.engine.batch.prompt_kernels import attend_prompt_kernel, write_tokens_kernel
-from batond.daemon.engine.batch.ranged_decode import _padded
+from batond.daemon.engine.batch.ranged_decode import tile_side
 
 if TYPE_CHECKING:
     from batond.daemon.engine.batch.ring_rule import Fresh, Rule
@@ -78,9 +78,9 @@ def write_tokens(fresh: Fresh, places: torch.Tensor) -> None:
         HEADS=heads,
         HEADS_PAD=1 << (heads - 1).bit_length(),
         DIM=dim,
-        DIM_PAD=_padded(dim),
+        DIM_PAD=tile_side(dim),
         VDIM=value_dim,
-        VDIM_PAD=_padded(value_dim),
+        VDIM_PAD=tile_side(value_dim),
         ITEM=fresh.key.element_size(),
         num_warps=4,
     )
@@ -108,7 +108,7 @@ def prompt_attention(
     """
     heads, tokens, dim = query.shape
     value_dim, item = fresh.value.shape[2], query.element_size()
-    cut = cut or choose_cut(tile, max(_padded(dim), _padded(value_dim)) * item)
+    cut = cut or choose_cut(tile, max(tile_side(dim), tile_side(value_dim)) * item)
     out = query.new_empty(tokens, heads, value_dim)
     _ATTEND[heads, blocks.shape[1]](
         query,
@@ -134,9 +134,9 @@ def prompt_attention(
         GROUP=heads // fresh.key.shape[0],
         TILE=tile,
         DIM=dim,
-        DIM_PAD=_padded(dim),
+        DIM_PAD=tile_side(dim),
         VDIM=value_dim,
-        VDIM_PAD=_padded(value_dim),
+        VDIM_PAD=tile_side(value_dim),
         BLOCK=cut.block,
         ITEM=item,
         SOFTCAP=rule.softcap is not None,

@@ -119,7 +119,7 @@ def choose_tiling(ring: Ring, rule: Rule, card: Card, group: int = 1) -> Tiling:
     """
     rows, _, kv_heads, dim = ring.key.shape
     ranges, number_bytes = rows * kv_heads, ring.key.element_size()
-    column_bytes = _padded(max(dim, ring.value.shape[3])) * number_bytes
+    column_bytes = tile_side(max(dim, ring.value.shape[3])) * number_bytes
     longest = min(rule.window or ring.most_tokens, ring.most_tokens)
     cut = next(cut for cut in _CUTS if ranges >= cut.ranges_per_core * card.cores)
     if cut is _PAIRS and longest * column_bytes <= cut.enough_bytes:
@@ -131,10 +131,10 @@ def choose_tiling(ring: Ring, rule: Rule, card: Card, group: int = 1) -> Tiling:
         if cut is _FEW and splits * ranges >= _PROGRAMS_PER_CORE * card.cores:
             break
         splits *= 2
-    warps = max(cut.warps, min(8, _padded(group) // 8))  # For registers: more heads in a group, more sums.
+    warps = max(cut.warps, min(8, tile_side(group) // 8))  # For registers: more heads in a group, more sums.
     if number_bytes == torch.float32.itemsize:
         warps = max(warps, _WARPS_FOR_FLOAT32)
-    others = _SHARED_BYTES_OF_A_HEAD * _padded(group)
+    others = _SHARED_BYTES_OF_A_HEAD * tile_side(group)
     room = (card.shared_bytes - others) // (2 * block * column_bytes)  # Keys and values.
     stages = max(2, min(cut.stages, room + 1))
     return Tiling(block=block, warps=warps, stages=stages, splits=splits, enough=enough)
@@ -159,9 +159,9 @@ def write_column(new_key: torch.Tensor, new_value: torch.Tensor, ring: Ring) -> 
         ring.cursor,
         *ring.strides,
         DIM=dim,
-        DIM_PAD=_padded(dim),
+        DIM_PAD=tile_side(dim),
         VDIM=value_dim,
-        VDIM_PAD=_padded(value_dim),
+        VDIM_PAD=tile_side(value_dim),
         num_warps=1,
     )
 
@@ -218,11 +218,11 @@ def decode_attention(
         *new_value.stride()[:2],
         *ring.strides,
         GROUP=group,
-        TILE=_padded(group),
+        TILE=tile_side(group),
         DIM=dim,
-        DIM_PAD=_padded(dim),
+        DIM_PAD=tile_side(dim),
         VDIM=value_dim,
-        VDIM_PAD=_padded(value_dim),
+        VDIM_PAD=tile_side(value_dim),
         BLOCK=tiling.block,
         SPLIT=tiling.splits > 1,
         MOST_SPLITS=_MOST_SPLITS,
@@ -242,7 +242,7 @@ def _packed(states: torch.Tensor) -> torch.Tensor:
     return states if states.stride(2) == 1 else states.contiguous()
 
 
-def _padded(size: int) -> int:
+def tile_side(size: int) -> int:
     """The tile's side that holds so many: a power of two."""
     return max(_LEAST_TILE, 1 << (size - 1).bit_length())
 
