@@ -669,6 +669,7 @@ class LocalEngine:
             self.on_plan(plan)
         prefilled_tokens = self.counters["prefill_tokens"]
         self._prompts.run(chunks)
+        computed = self.counters["prefill_tokens"] - prefilled_tokens  # Chunks may end before the plan's.
         self._spilling.let_go()
         if not self._relief.struck:  # Else rows may have been parked, and whoever got one would lose it.
             self._rows.run(plan)
@@ -676,7 +677,6 @@ class LocalEngine:
         calm = not self._relief.struck
         self._relief.note_step(decoded=decoded, prompts=bool(chunks), rows=self.rows)
         if decoded and calm and not (plan.park or plan.resume):
-            computed = self.counters["prefill_tokens"] - prefilled_tokens  # Chunks may end before the plan's.
             self._bounds.note_step(time.perf_counter() - began_s, computed)
         return self._note_progress(plan, moved=decoded or not plan.empty)
 

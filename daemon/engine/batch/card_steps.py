@@ -138,7 +138,7 @@ class CardSteps:
         self._inputs.follow(rows, self._chosen, lengths, cursor)
 
     def run_on(self) -> None:
-        """Launch the step whose inputs `follow` has set; as `run`."""
+        """Launch the step whose inputs `follow` has set; `last` is what it computes."""
         self._launch(self._following_rows)
 
     @property

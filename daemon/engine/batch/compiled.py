@@ -3,7 +3,7 @@
 Norms, activations between linears and rotary embeddings are a dozen kernels each where one would do, and a
 step at small batch is little else. They are compiled part by part, not as one program: attention and cache
 stay the batch's own, a class of modules is compiled once for all layers, and a handful of programs serve all
-row counts. Outside of a capture the model runs as it is: prompts keep their kernels, and their bits.
+row counts. Outside of a capture the model runs as it is.
 
 Compiled parts keep the roundings between operations, as the eager model has them.
 """

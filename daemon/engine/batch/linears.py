@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn import functional
+
+from batond.daemon.engine.batch.card_window import launched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,6 +33,8 @@ _LEAST_TILE: Final = 16
 #: A sum is split until there are so many programs: three quarters of an H200's multiprocessors.
 _ENOUGH_PROGRAMS: Final = 100
 _MOST_SPLITS: Final = 8
+#: Of half precision.
+_NUMBER_BYTES: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +58,14 @@ class LinearTiling:
     transposed: bool
 
 
-def choose_linear(rows: int, n_out: int, n_in: int) -> LinearTiling | None:
+def choose_linear(rows: int, n_out: int, n_in: int, shared_bytes: int) -> LinearTiling | None:
     """The best of a sweep on an H200, see docs/performance.md; None where a library's product is better.
 
     Args:
         rows: Of the input.
         n_out: Rows of the weight.
         n_in: Columns of the weight.
+        shared_bytes: Memory that a program may have of a multiprocessor: it bounds the loads in flight.
     """
     tile = max(_LEAST_TILE, 1 << (rows - 1).bit_length())
     if rows > MOST_ROWS:
@@ -75,7 +81,9 @@ def choose_linear(rows: int, n_out: int, n_in: int) -> LinearTiling | None:
     splits, blocks = 1, -(-n_out // cut.block_out)
     while splits < _MOST_SPLITS and blocks * splits < _ENOUGH_PROGRAMS:
         splits *= 2
-    return LinearTiling(tile, cut.block_out, cut.block_in, cut.stages, splits, cut.transposed)
+    load_bytes = (tile + cut.block_out) * cut.block_in * _NUMBER_BYTES
+    stages = max(2, min(cut.stages, shared_bytes // load_bytes))
+    return LinearTiling(tile, cut.block_out, cut.block_in, stages, splits, cut.transposed)
 
 
 def streamed_linears(
@@ -94,6 +102,9 @@ def streamed_linears(
 
     Returns:
         Each of shape [rows, outputs]; sums are float32.
+
+    Raises:
+        UnsupportedModelError: Triton can't compile it for this card.
     """
     kernels = _kernels()
     rows = inputs.shape[0]
@@ -103,13 +114,14 @@ def streamed_linears(
     parts = out
     if tiling.splits > 1:
         parts = torch.empty(tiling.splits * out.numel(), dtype=torch.float32, device=out.device)
-    kernels.linear_kernel[blocks, tiling.splits](
+    launch = functools.partial(
+        kernels.linear_kernel[blocks, tiling.splits],
         inputs,
         weights[0],
         biases[0] if biases else out,
         out,
         parts,
-        _arrived(out.device, blocks),
+        _arrived(out.device, blocks, threading.get_ident()),
         rows,
         inputs.shape[1],
         *counts,
@@ -125,6 +137,7 @@ def streamed_linears(
         num_warps=4,
         num_stages=tiling.stages,
     )
+    launched(launch)
     sizes = [rows * count for count in counts]
     return [part.view(rows, count) for part, count in zip(torch.split(out, sizes), counts, strict=True)]
 
@@ -151,6 +164,11 @@ class _Call:
     bias: torch.Tensor | None
     joins: bool
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Tells it from other linears, those of a part of its weight or with another bias included."""
+        return self.weight.data_ptr(), self.weight.shape, self.bias is not None and self.bias.data_ptr()
+
     def fits(self, other: _Call) -> bool:
         """Whether one launch can compute both."""
         same = self.weight.dtype == other.weight.dtype and self.weight.shape[1] == other.weight.shape[1]
@@ -173,12 +191,13 @@ class StreamedLinears:
         self._known: list[_Call] = []  # Of the run before.
         self._calls: list[_Call] = []  # Of this run, so far.
         self._input: torch.Tensor | None = None  # Of the last call; kept, lest another takes its memory.
-        self._ready: dict[int, torch.Tensor] = {}  # Computed with an earlier one, by address of the weight.
+        self._version = 0  # Of what was in it then.
+        self._ready: dict[tuple[object, ...], torch.Tensor] = {}  # Computed with an earlier one, by its key.
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Run the model's linears here."""
-        _running.append(self)
+        outer, _running.linears = _running.linears, self
         try:
             for module in self.modules:
                 module.__class__ = StreamedLinear
@@ -186,7 +205,7 @@ class StreamedLinears:
         finally:
             for module in self.modules:
                 module.__class__ = torch.nn.Linear
-            _running.remove(self)
+            _running.linears = outer
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -200,11 +219,14 @@ class StreamedLinears:
 
     def compute(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """One linear: shape [..., inputs] to [..., outputs]."""
-        joins = self._input is not None and _same(inputs, self._input)
+        version = 0 if inputs.is_inference() else inputs._version  # noqa: SLF001 - torch's only name for it
+        joins = self._input is not None and _same(inputs, self._input) and version == self._version
         call = _Call(weight, bias, joins)
-        self._input = inputs
+        self._input, self._version = inputs, version
         self._calls.append(call)
-        out = self._ready.pop(weight.data_ptr(), None) if joins else None
+        if not joins:
+            self._ready = {}
+        out = self._ready.pop(call.key, None)
         if out is None:
             out = self._compute(inputs, call)
         return out.view(*inputs.shape[:-1], weight.shape[0])
@@ -213,20 +235,21 @@ class StreamedLinears:
         """This linear, and with it those that will have the same input; shape [rows, outputs]."""
         rows, width = inputs.numel() // inputs.shape[-1], inputs.shape[-1]
         calls = [call, *self._coming_with(call)]
-        tiling = choose_linear(rows, sum(one.weight.shape[0] for one in calls), width)
+        outputs = sum(one.weight.shape[0] for one in calls)
+        tiling = choose_linear(rows, outputs, width, _shared_bytes(inputs.device))
         if tiling is None:
             return functional.linear(inputs, call.weight, call.bias).view(rows, -1)
         flat = inputs.reshape(rows, width).contiguous()
         biases = [one.bias for one in calls if one.bias is not None]
         outs = streamed_linears(flat, [one.weight for one in calls], biases, tiling)
-        self._ready = {one.weight.data_ptr(): out for one, out in zip(calls[1:], outs[1:], strict=True)}
+        self._ready = {one.key: out for one, out in zip(calls[1:], outs[1:], strict=True)}
         return outs[0]
 
     def _is_as_known(self) -> bool:
         """Whether the run goes the way of the one before."""
         place = len(self._calls) - 1
         known = self._known[place : place + 1]
-        return bool(known) and known[0].weight.data_ptr() == self._calls[-1].weight.data_ptr()
+        return bool(known) and known[0].key == self._calls[-1].key
 
     def _coming_with(self, call: _Call) -> list[_Call]:
         """Those behind it that had its input in the run before."""
@@ -239,14 +262,22 @@ class StreamedLinears:
         return found
 
 
-#: Whose linears run; the last one's, in a thread that captures.
-_running: Final[list[StreamedLinears]] = []
+class _Running(threading.local):
+    """Whose linears run in this thread."""
+
+    linears: StreamedLinears | None = None
+
+
+_running: Final = _Running()
 
 
 @torch.library.custom_op("batond::linear", mutates_args=())
 def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Opaque to the compiler, which fuses what is around it."""
-    return _running[-1].compute(inputs, weight, bias)
+    linears = _running.linears
+    if linears is None:  # Another thread runs a model whose step is being captured.
+        return functional.linear(inputs, weight, bias)
+    return linears.compute(inputs, weight, bias)
 
 
 @_linear.register_fake
@@ -279,16 +310,24 @@ def _takes_part(module: torch.nn.Module, device: torch.device) -> bool:
     weight = module.weight
     return (
         weight.dtype in {torch.bfloat16, torch.float16}
-        and weight.device.type == device.type
+        and weight.device == device
         and weight.is_contiguous()
         and not any((module._forward_hooks, module._forward_pre_hooks))  # noqa: SLF001 - torch has no other way to ask
     )
 
 
 @functools.cache
-def _arrived(device: torch.device, count: int) -> torch.Tensor:
-    """How many programs of a sum have ended. Each call leaves zeros: calls on one stream can share them."""
+def _arrived(device: torch.device, count: int, thread: int) -> torch.Tensor:  # noqa: ARG001 - it tells engines apart
+    """How many programs of a sum have ended. Each call leaves zeros: calls of one thread can share them."""
     return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1 << 30
+    # CUDA keeps 1 KiB of each multiprocessor's.
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) - 1024
 
 
 def _kernels() -> Any:

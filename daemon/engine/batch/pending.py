@@ -18,9 +18,3 @@ class Pending:
     rows: set[int]
     cursor: int
     begun: bool = False
-
-    def leave(self, row: int) -> bool:
-        """Let a row go; returns whether the step, as launched, writes it."""
-        mine = row in self.rows
-        self.rows.discard(row)
-        return mine and self.begun

@@ -48,7 +48,7 @@ class PromptInputs:
         token_ids: int64, shape [1, tokens].
         position_ids: int64, shape [1, tokens].
         places: Bytes from the anchor to each token's record, 0 for none; int64, shape [tokens].
-        last: Index of each part's last token, that of the first part where there is no more; int64, shape
+        last: Index of each part's last token, that of the last part where there is no more; int64, shape
             [MOST_PARTS].
         blocks: See `prompt_attention`; int64, shape [5, blocks].
     """

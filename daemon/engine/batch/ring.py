@@ -210,12 +210,12 @@ class RingBatch:
         times its value, which is not zero where one query's numbers overflowed: the arena zeroes them there.
         The card's kernels read each row's own columns and nothing else.
         """
-        cursor, length = self._cursor, self._lengths[row]
-        if self._ahead is not None and self._ahead.leave(row):  # It writes one column more, for nobody.
-            cursor, length = self._ahead.cursor, length + 1
-        if self._ahead is not None and not self._ahead.rows:
-            self._ahead = None
-        written = () if self._on_card is not None else ranges_up_to(cursor, length, self.capacity)
+        if self._ahead is not None:  # It may write one column more, for nobody.
+            self._ahead.rows.discard(row)
+            if not self._ahead.rows:
+                self._ahead = None
+        length = self._lengths[row]
+        written = () if self._on_card is not None else ranges_up_to(self._cursor, length, self.capacity)
         self._arena.release(row, written)
         self._state[row] = 0
         self._lengths[row] = self._held_columns[row] = 0

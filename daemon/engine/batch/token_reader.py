@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class TokenReader:
-    """Copies what each step found likeliest into memory of the host, behind the step.
+    """Writes the tokens of each step, found or drawn, into memory of the host, by a kernel behind the step.
 
-    A plain read waits for all that was launched by then; this one for its own copy alone, so the next step
-    may be launched in between.
+    A plain read waits for all that was launched by then; this one for its own kernel alone, so the next step
+    may be launched in between. A copy would queue behind those of parks.
 
     Args:
         rows: Most token ids of a step.
@@ -29,23 +29,23 @@ class TokenReader:
         self._card = (
             as_card(self._host.view(torch.uint8), device).view(torch.int64) if on_cuda else self._host
         )
-        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._written: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self._count = 0
 
     def start(self, token_ids: torch.Tensor) -> None:
-        """Begin to copy, on the current stream; what was not read until now is lost.
+        """Begin to write, on the current stream; what was not read until now is lost.
 
         Args:
             token_ids: int64, shape [rows].
         """
         self._count = len(token_ids)
-        torch.mul(token_ids, 1, out=self._card[: self._count])  # A copy would queue behind those of parks.
-        if self._copied is not None:
-            self._copied.record()
+        torch.mul(token_ids, 1, out=self._card[: self._count])
+        if self._written is not None:
+            self._written.record()
 
     def wait(self) -> Sequence[int]:
         """The token ids of the last `start`."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._written is not None:
+            self._written.synchronize()
         token_ids: list[int] = self._host[: self._count].tolist()
         return token_ids

@@ -71,13 +71,18 @@ class Ahead:
         return ready
 
     def begin(self, token_ids: Sequence[int]) -> None:
-        """Launch what was prepared, unless a row ends now.
+        """Launch what was prepared, unless a row ends now, or there is no memory for it.
 
         Args:
             token_ids: What the step that it follows gave, by row.
         """
-        if self._stops.isdisjoint([token_ids[row] for row, _ in self._rows]):
+        if not self._stops.isdisjoint([token_ids[row] for row, _ in self._rows]):
+            return
+        try:
             self._residency.batch.begin_ahead()
+        except SHORTAGE_TYPES as error:  # The step that can't do without says so, and gets memory.
+            if not is_shortage(error):
+                raise
 
     def take(self) -> tuple[list[tuple[int, Query]], torch.Tensor]:
         """Take the step begun ahead into the batch's books.
@@ -87,7 +92,8 @@ class Ahead:
         """
         logits = self._residency.batch.take_ahead()
         by_row = self._residency.by_row
-        return [(row, query) for row, query in self._rows if by_row[row] is query], logits
+        rows, self._rows = self._rows, []
+        return [(row, query) for row, query in rows if by_row[row] is query], logits
 
     def _stops_of(self, rows: Sequence[tuple[int, Query]]) -> set[int]:
         """Ids that end one of them. Which is known only with the text: a stop string costs a row's step."""

@@ -9,7 +9,8 @@ Nothing is lost or doubled by that, because whatever may be repeated changes not
 - choosing tokens reads logits and the queries' records, and what it keeps between steps is rebuilt from them;
 - a token is appended once, after everything of its step that needs memory is done.
 
-Between a forward and its tokens nobody is parked: then a row holds one token more than its record.
+Between a forward and its tokens nobody is parked: then a row holds one token more than its record. (The
+column of a step that is begun ahead is in no book until its tokens are taken in: rows may leave beside it.)
 """
 
 from __future__ import annotations

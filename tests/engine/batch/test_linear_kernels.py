@@ -13,6 +13,7 @@ from batond.daemon.engine.batch.linears import LinearTiling, choose_linear, stre
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+H200_SHARED_BYTES = 227 << 10
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,7 +65,7 @@ def test_several_of_one_input_equal_each_alone(
 def test_no_bit_of_a_row_depends_on_how_many_there_are() -> None:
     """R1: with the same tile."""
     inputs, weight = random(7, 512), random(64, 512, seed=1)
-    tiling = choose_linear(7, 64, 512)
+    tiling = choose_linear(7, 64, 512, H200_SHARED_BYTES)
     assert tiling is not None
     together = streamed_linears(inputs, [weight], [], tiling)[0]
     alone = streamed_linears(inputs[2:3].contiguous(), [weight], [], tiling)[0]
@@ -78,7 +79,7 @@ def test_no_bit_of_a_row_depends_on_how_many_there_are() -> None:
 )
 def test_products_of_real_shapes_are_as_near_as_torchs(rows: int, n_out: int, n_in: int) -> None:
     inputs, weight = random(rows, n_in).bfloat16(), (random(n_out, n_in, seed=1) / 50).bfloat16()
-    tiling = choose_linear(rows, n_out, n_in)
+    tiling = choose_linear(rows, n_out, n_in, H200_SHARED_BYTES)
     assert tiling is not None
     expected = inputs.double() @ weight.double().t()
     found = streamed_linears(inputs, [weight], [], tiling)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -115,8 +116,9 @@ def test_only_plain_linears_in_half_precision_take_part() -> None:
 @pytest.mark.parametrize(
     ("n_out", "n_in"), [(4096, 4096), (6144, 4096), (22016, 4096), (4096, 11008), (128, 64)]
 )
-def test_a_choice_covers_the_product(rows: int, n_out: int, n_in: int) -> None:
-    tiling = choose_linear(rows, n_out, n_in)
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 227 << 10])  # Of an L4, of an H200.
+def test_a_choice_covers_the_product_and_fits(rows: int, n_out: int, n_in: int, shared_bytes: int) -> None:
+    tiling = choose_linear(rows, n_out, n_in, shared_bytes)
     if rows > linears.MOST_ROWS or n_in % 128:
         assert tiling is None
         return
@@ -124,3 +126,54 @@ def test_a_choice_covers_the_product(rows: int, n_out: int, n_in: int) -> None:
     assert tiling.tile >= rows
     assert n_in % tiling.block_in == 0
     assert tiling.splits <= n_in // tiling.block_in
+    assert tiling.stages * (tiling.tile + tiling.block_out) * tiling.block_in * 2 <= shared_bytes
+
+
+def test_an_input_that_changed_in_its_place_is_another(launches: list[int]) -> None:
+    one, two = (torch.nn.Linear(8, 4).bfloat16() for _ in range(2))
+    streamed = StreamedLinears(torch.nn.ModuleList([one, two]), CPU)
+    x = torch.randn(2, 8).bfloat16()
+    with torch.no_grad():
+        expected = two(x + 1)
+        with streamed.in_use():
+            for _ in range(2):
+                changing = x.clone()
+                with streamed.run():
+                    one(changing)
+                    changing += 1
+                    found = two(changing)
+                assert torch.equal(found, expected)
+    assert launches == [1] * 4
+
+
+def test_linears_of_one_weight_are_told_apart(launches: list[int]) -> None:
+    """With other biases, and of a part of it."""
+    weight, x = torch.randn(8, 8).bfloat16(), torch.randn(2, 8).bfloat16()
+    modules = [torch.nn.Linear(8, 8).bfloat16() for _ in range(2)] + [torch.nn.Linear(8, 4).bfloat16()]
+    for module in modules:
+        module.weight = torch.nn.Parameter(weight[: module.out_features])
+    streamed = StreamedLinears(torch.nn.ModuleList(modules), CPU)
+    with torch.no_grad():
+        expected = [module(x) for module in modules]
+        with streamed.in_use():
+            for _ in range(2):
+                with streamed.run():
+                    found = [module(x) for module in modules]
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert launches == [1, 1, 1, 3]
+
+
+def test_a_thread_that_captures_nothing_computes_as_ever() -> None:
+    model = families.make_family("llama", num_hidden_layers=1).bfloat16()
+    streamed = StreamedLinears(model, CPU)
+    with torch.no_grad(), ThreadPoolExecutor(1) as other:
+        expected = model(input_ids=IDS).logits
+        with streamed.in_use():
+            found = other.submit(lambda: _logits(model)).result()
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=IDS).logits
+    return logits

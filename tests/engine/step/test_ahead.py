@@ -15,6 +15,7 @@ from batond.bench import families
 from batond.bench.draws import LONGEST_QUERY_TOKENS, Draws, byte_tokenizer
 from batond.bench.schedules import Move, Outcome, Player
 from batond.daemon.engine import LocalEngine, SamplingParams
+from batond.daemon.engine.batch.card_steps import CardSteps
 from batond.daemon.engine.batch.ring import RingBatch
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.messages import QueryState
@@ -95,6 +96,30 @@ def _told(query: Query, *, exact: bool) -> Outcome:
     """In float32, log-probabilities differ in the last bits with the rows that are computed together."""
     outcome = Outcome.of(query)
     return outcome if exact else replace(outcome, logprobs=(), prompt_logprobs=())
+
+
+def test_a_step_that_finds_no_memory_when_it_is_begun_is_done_in_its_turn(
+    make_one: MakeOne, begun: list[RingBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M6: a launch on a full card may fail."""
+    found = []
+    run_on, runs = CardSteps.run_on, [0]
+
+    def fails_at_every_third(steps: CardSteps) -> None:
+        runs[0] += 1
+        if runs[0] % 3 == 1:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        run_on(steps)
+
+    for overlap in (False, True):
+        monkeypatch.setattr(CardSteps, "run_on", fails_at_every_third)
+        engine = make_one(overlap=overlap)
+        queries = _fill(engine, ROWS)
+        engine.run_until_idle()
+        found.append([query.output_token_ids for query in queries])
+    assert found[0] == found[1]
+    assert runs[0] >= 3
+    assert len(begun) == runs[0]
 
 
 def test_noise_goes_ahead_too(make_one: MakeOne, begun: list[RingBatch]) -> None:
