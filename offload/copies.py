@@ -5,14 +5,12 @@ host bytes of a slice     [ tokens: n x record_bytes | state ]      cut at exten
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from concurrent.futures import Future
 
     from batond.offload.pool import Reservation
     from batond.offload.slice import KVSlice
@@ -78,25 +76,23 @@ class InlineCopier:
 
 
 class StreamTransfer:
-    """A copy that a thread queues on a CUDA stream.
+    """A copy queued on a CUDA stream.
 
     Args:
-        queued: Gives the event behind the copy, once that is queued.
+        event: Recorded behind the copy.
         kv: The device side. Held until the copy is over: the caching allocator knows nothing of our streams
             and would give the memory to the next tensor.
     """
 
-    def __init__(self, queued: Future[torch.cuda.Event], kv: KVSlice) -> None:
-        self._queued = queued
+    def __init__(self, event: torch.cuda.Event, kv: KVSlice) -> None:
+        self._event = event
         self._kv: KVSlice | None = kv
 
     def done(self) -> bool:
-        """Whether the copy was refused, or its event has happened."""
-        if not self._queued.done():
-            return False
+        """Whether the event has happened."""
         try:
-            over = bool(self._queued.result().query())  # type: ignore[no-untyped-call]
-        except Exception:  # noqa: BLE001 - refused, or nothing runs any more: wait() says so
+            over = bool(self._event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:  # The context is broken: nothing runs any more, and wait() says so.
             over = True
         if over:
             self._kv = None
@@ -105,21 +101,20 @@ class StreamTransfer:
     def wait(self) -> None:
         """Wait for the event without holding the interpreter lock; it is rare, so the core may spin.
 
+        A thread that sleeps is woken 0.25 ms late.
+
         Raises:
-            RuntimeError: CUDA refused the copy, or the context is broken.
+            RuntimeError: The CUDA context is broken.
         """
-        try:
-            self._queued.result().synchronize()
-        finally:
-            self._kv = None
+        self._event.synchronize()
+        self._kv = None
 
 
 class StreamCopier:
     """Copies beside the computation: one stream a direction, so that both directions of the bus are used.
 
-    A thread queues them, which takes tenths of a millisecond that the caller has the card wait for its next
-    step. Host memory should be page-locked; where it isn't, CUDA stages the copy and the thread is held up:
-    slower, and as right.
+    Host memory should be page-locked; where it isn't, CUDA stages the copy and the call may block: slower,
+    and as right.
 
     Args:
         device: The CUDA device of all slices.
@@ -134,19 +129,13 @@ class StreamCopier:
         self.device = torch.device("cuda", index)
         self._out = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._in = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._thread = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="batond-copy",
-            # A new thread starts on device 0; a context there would cost memory on somebody else's card.
-            initializer=torch.cuda.set_device,
-            initargs=(index,),
-        )
 
     def store(self, kv: KVSlice, reservation: Reservation) -> Transfer:
         """Queue the copy of a slice into as many reserved bytes, behind what its producer has queued.
 
         Raises:
             ValueError: Sizes differ, or the slice is on another device.
+            RuntimeError: CUDA refused.
         """
         return self._start(self._out, kv, reservation, to_host=True)
 
@@ -158,6 +147,7 @@ class StreamCopier:
 
         Raises:
             ValueError: Sizes differ, or the slice is on another device.
+            RuntimeError: CUDA refused.
         """
         return self._start(self._in, kv, reservation, to_host=False)
 
@@ -169,28 +159,18 @@ class StreamCopier:
                 f"the slice is on {kv.tokens.device} and {kv.state.device}, not on {self.device}"
             )
         pieces = list(matching_pieces(kv, reservation))
-        before = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        before.record(torch.cuda.current_stream(self.device))
-        if not to_host:
-            pieces = [(host_bytes, device_bytes) for device_bytes, host_bytes in pieces]
-        return StreamTransfer(self._thread.submit(_queue, stream, before, pieces), kv)
-
-
-def _queue(
-    stream: torch.cuda.Stream, before: torch.cuda.Event, pieces: list[tuple[torch.Tensor, torch.Tensor]]
-) -> torch.cuda.Event:
-    """Queue copies, of the first of each pair to the second, behind an event; returns that behind them."""
-    try:
-        with torch.cuda.stream(stream):
-            stream.wait_event(before)
-            for source, target in pieces:
-                target.copy_(source, non_blocking=True)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(stream):
+                for device_bytes, host_bytes in pieces:
+                    target, source = (host_bytes, device_bytes) if to_host else (device_bytes, host_bytes)
+                    target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
-    except BaseException:
-        stream.synchronize()  # What was queued before the failure must not write into memory given back.
-        raise
-    return event
+        except BaseException:
+            stream.synchronize()  # What was queued before the failure must not write into memory given back.
+            raise
+        return StreamTransfer(event, kv)
 
 
 def copier_for(device: torch.device | str) -> Copier:
