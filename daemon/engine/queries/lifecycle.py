@@ -70,9 +70,11 @@ class Lifecycle:
     def place(self, query: Query, reason: str = "") -> None:
         """Give the query a row."""
         self._roster.note(query)
-        row = self._residency.place(query)
+        # Memory may be sought between two tries, and its copy to the host fail meanwhile.
+        lost = query.to_prefill_tokens and not self._inline
+        row = None if lost else self._residency.place(query)
         if row is None:
-            return  # Its parked copy was damaged: the next plans compute it again.
+            return  # Its parked copy is lost or damaged: the next plans compute it again.
         back = query.state is QueryState.PARKED
         query.transition(QueryState.RUNNING)
         query.park_seq = query.since_admission_tokens = 0

@@ -195,7 +195,8 @@ class Residency:
             try:
                 self.batch.embed(row, kv)
             except SHORTAGE_TYPES:
-                self._put_back(query, kv)
+                if not self._put_back(query, kv):
+                    query.kv = kv  # No room on the host either: it stays on the device, and is tried again.
                 raise
             query.replay_left = len(query.to_cache_token_ids) - kv.n_tokens
         self._let_go(query)
@@ -286,12 +287,17 @@ class Residency:
             return None
         return kv.nbytes
 
-    def _put_back(self, query: Query, kv: KVSlice | None) -> None:
-        """What was brought back found no room: it must not be lost if the host has no copy of it any more."""
+    def _put_back(self, query: Query, kv: KVSlice | None) -> bool:
+        """What was brought back found no room: the host shall have it again, if it has no copy any more.
+
+        Returns:
+            Whether a copy is somewhere; else the caller's is the last.
+        """
         if kv is None or kv is query.kv or query.on_host_tokens:
-            return
+            return True
         kept = self._store(query, kv)
         query.on_host_tokens = 0 if kept is None else kv.n_tokens
+        return kept is not None
 
     def _lost(self, query: Query) -> None:
         query.on_host_tokens = 0

@@ -117,6 +117,8 @@ class Prompts:
             if not query.to_prefill_tokens:
                 query.kv, query.prefill = survive(self._residency.prefill_of(query).slice), None
         except NoMemoryError:
+            # Whole without a slice, it would get a row and have no first token.
+            _drop_prefill(query, may_stay=query.to_prefill_tokens > 0)
             self._relief.put_off(query)
             return
         except MODEL_ERRORS as error:
@@ -130,9 +132,7 @@ class Prompts:
     def _run_chunk(self, chunk: _Chunk) -> torch.Tensor:
         """Can be repeated after a shortage: goes on where it failed, or from the start if that is lost."""
         query = chunk.query
-        if query.prefill is not None and not query.prefill.intact:
-            query.computed_tokens = max(query.computed_tokens, query.prefill.done_tokens)
-            query.prefill = None
+        _drop_prefill(query)
         prefill = self._residency.prefill_of(query)
         first = prefill.done_tokens
         if chunk.end is None:
@@ -212,6 +212,18 @@ class _Chunk:
 def _begin(query: Query) -> None:
     if query.state is QueryState.WAITING:
         query.transition(QueryState.PREFILLING)
+
+
+def _drop_prefill(query: Query, *, may_stay: bool = True) -> None:
+    """Begin a prompt anew that can't be gone on from.
+
+    Args:
+        query: Whose.
+        may_stay: If it can be gone on from.
+    """
+    if query.prefill is not None and not (may_stay and query.prefill.intact):
+        query.computed_tokens = max(query.computed_tokens, query.prefill.done_tokens)
+        query.prefill = None
 
 
 def _is_whole(query: Query, chunk: Chunk) -> bool:

@@ -13,6 +13,7 @@ from batond.daemon.engine.queries.outgoing import MOST_UNDER_WAY
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.wire.messages import QueryState
 from batond.offload.copies import InlineCopier
+from batond.offload.errors import HostPoolFullError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,6 +135,66 @@ def test_who_comes_back_before_its_bytes_have_left_needs_no_copy(
     bus.transfers[0].complete()
     engine.residency.settle()
     assert engine.residency.store.pool.used_bytes == 0
+
+
+def test_who_comes_back_to_a_full_device_and_a_full_pool_is_not_lost(
+    llama: Any,
+    make_engine: Callable[..., Any],
+    solo: Callable[..., list[int]],
+    bus: SlowCopier,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """M6: its bytes had not left; there is no memory for the row, nor does the host take them: they stay."""
+    engine = engine_on(bus, make_engine, llama, rows=1)
+    patient, _ = parked(engine)
+    batch, store, refused = engine.residency.batch, engine.residency.store, 0
+    embed, begin_store = batch.embed, store.begin_store
+
+    def embed_later(row: int, kv: KVSlice) -> None:
+        nonlocal refused
+        if refused < 2 and kv.n_tokens > len(PROMPT):
+            refused += 1
+            monkeypatch.setattr(store, "begin_store", full)
+            raise torch.OutOfMemoryError("full")
+        monkeypatch.setattr(store, "begin_store", begin_store)
+        embed(row, kv)
+
+    def full(*_: Any) -> Any:
+        raise HostPoolFullError("full")
+
+    monkeypatch.setattr(batch, "embed", embed_later)
+    finish(engine)
+    assert refused == 2
+    assert patient.output_token_ids == solo(llama, PROMPT, 20)
+    assert patient.recomputed_tokens == 0
+
+
+def test_who_comes_back_to_a_full_device_and_whose_copy_then_fails_is_computed_again(
+    llama: Any,
+    make_engine: Callable[..., Any],
+    solo: Callable[..., list[int]],
+    bus: SlowCopier,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """M6: between two tries of an embed all copies are waited for, its own among them."""
+    engine = engine_on(bus, make_engine, llama, rows=1)
+    patient, _ = parked(engine)
+    embed, refused = engine.residency.batch.embed, 0
+
+    def embed_later(row: int, kv: KVSlice) -> None:
+        nonlocal refused
+        if not refused and kv.n_tokens > len(PROMPT):
+            refused += 1
+            bus.fails = True
+            raise torch.OutOfMemoryError("full")
+        embed(row, kv)
+
+    monkeypatch.setattr(engine.residency.batch, "embed", embed_later)
+    finish(engine)
+    assert refused
+    assert patient.output_token_ids == solo(llama, PROMPT, 20)
+    assert engine.counters["parks_lost"] == 1
+    assert patient.recomputed_tokens > 0
 
 
 def test_a_copy_that_fails_afterwards_costs_computing_and_no_token(

@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from batond.bench.faults.allocations import Allocations
 from batond.bench.faults.counts import full_or
@@ -69,3 +70,32 @@ def test_memory_runs_out_anywhere(
                 assert query.error[0] == "RESOURCE_EXHAUSTED"
             else:
                 assert query.output_token_ids == tokens
+
+
+def test_a_prompt_whose_logits_find_no_memory_is_begun_anew(
+    make_engine: Callable[..., Any], llama: Any, calm: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M6: its forward is done, and nobody saw what is behind it: put off beside a row, it gets none so."""
+    engine = make_engine(llama, rows=2, max_query_tokens=64)
+    calm(engine)
+    wanted = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=1)
+    expected = engine.submit(PROMPTS[0], wanted)
+    engine.run_until_idle()
+    record, refused = engine._sampler.record_given, 0
+
+    def refuses(*given: Any) -> Any:
+        nonlocal refused
+        if not engine.counters["prompts_put_off"]:
+            refused += 1
+            raise torch.OutOfMemoryError("full")
+        return record(*given)
+
+    other = engine.submit(PROMPTS[1], SamplingParams(max_tokens=40, ignore_eos=True))
+    while other.row is None:
+        engine.step()
+    monkeypatch.setattr(engine._sampler, "record_given", refuses)
+    query = engine.submit(PROMPTS[0], wanted)
+    engine.run_until_idle()
+    assert refused > 1
+    assert query.output_token_ids == expected.output_token_ids
+    assert query.prompt_logprobs == expected.prompt_logprobs
