@@ -88,6 +88,10 @@ class PaddedBatch(OneByOne):
     def trim_soon() -> None:
         """Likewise."""
 
+    @staticmethod
+    def expect(total_tokens: int) -> None:
+        """Of no use: no room is taken ahead that a prompt's length would tell."""
+
     def close(self) -> None:
         """Give all memory back, at once."""
         self._cache, self._mask = None, self._mask.new_zeros(self.rows, 0)

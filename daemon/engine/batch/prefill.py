@@ -19,6 +19,9 @@ LOGITS_TOKENS = 256  # Logits of all places of a longer chunk at once would need
 class PromptBatch(Batch, Protocol):
     """A batch that can show the logits behind every token of a prompt."""
 
+    def expect(self, total_tokens: int) -> None:
+        """Be told how many tokens there will be in all: no more room is needed."""
+
     def step(self, tokens: Mapping[int, Sequence[int]], *, all_positions: bool = False) -> torch.Tensor:
         """As `Batch.step`; with `all_positions`, shape [rows, most new tokens, vocabulary], end-aligned."""
 
@@ -31,6 +34,7 @@ class Prefill:
     Args:
         batch: An empty batch of one row.
         kv: What was computed before and parked; None starts from nothing.
+        total_tokens: Of the whole prompt, what was computed before included; None if nobody knows.
         divisible: A chunk may be computed in parts.
     """
 
@@ -39,11 +43,14 @@ class Prefill:
         batch: PromptBatch,
         kv: KVSlice | None = None,
         *,
+        total_tokens: int | None = None,
         divisible: bool = True,
     ) -> None:
         self._batch = batch
         self._divisible = divisible
         self._noted = True
+        if total_tokens is not None:
+            batch.expect(total_tokens)
         if kv is not None:
             batch.embed(0, kv)
 

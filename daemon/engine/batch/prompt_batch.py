@@ -8,7 +8,9 @@ import torch
 
 from batond.daemon.engine.batch.one_by_one import OneByOne
 from batond.daemon.engine.batch.prompt_inputs import Part
+from batond.daemon.engine.model.shortage import SHORTAGE_TYPES, is_shortage
 from batond.daemon.memory.use import NO_KEYS_AND_VALUES
+from batond.offload.landing import empty_records
 from batond.offload.slice import KVSlice
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class CapturedPrompt(OneByOne):
         self.layout, self.device = steps.layout, steps.device
         self._steps = steps
         self._length = 0
+        self._total_tokens: int | None = None
         self._records = torch.empty(0, self.layout.record_bytes, dtype=torch.uint8, device=self.device)
         self._is_own = False  # Records that were given to it are not written behind.
 
@@ -63,6 +66,10 @@ class CapturedPrompt(OneByOne):
         """Give all memory back."""
         self.free(0)
 
+    def expect(self, total_tokens: int) -> None:
+        """Have room for so many tokens at most, where there is a choice."""
+        self._total_tokens = total_tokens
+
     def embed(self, row: int, kv: KVSlice) -> None:
         """Begin behind a slice; nothing is copied before the next chunk."""
         if self._length:
@@ -70,11 +77,16 @@ class CapturedPrompt(OneByOne):
         self._records, self._length, self._is_own = kv.tokens.contiguous(), kv.n_tokens, False
 
     def extract(self, row: int) -> KVSlice:
-        """All tokens computed so far: a view, or a copy where much room lies behind them."""
+        """All tokens computed so far: a view, or a copy where much lies behind them and there is memory."""
         if not self._length:
             raise RuntimeError(f"row {row} is idle")
-        mine, room = self._records[: self._length], self._records.shape[0] - self._length
-        tokens = mine.clone() if room > self._length * _SPARE_SHARE else mine
+        tokens, room = self._records[: self._length], self._records.shape[0] - self._length
+        if room > self._length * _SPARE_SHARE:
+            try:
+                tokens = self._copied(self._length)
+            except SHORTAGE_TYPES as error:
+                if not is_shortage(error):
+                    raise
         return KVSlice(tokens, torch.zeros(0, dtype=torch.uint8, device=self.device))
 
     def free(self, row: int) -> None:  # noqa: ARG002 - there is one
@@ -109,12 +121,25 @@ class CapturedPrompt(OneByOne):
             raise AssertionError(f"{self._length} tokens in {self._records.shape[0]} records")
 
     def _reserve(self, count: int) -> None:
-        """Have records for so many tokens: as many at first, twice as many as there were later on."""
+        """Have records for so many tokens: as many at first, twice as many as there were later on.
+
+        The whole prompt needs no more than its own, and where memory is short it gets those it needs now.
+        """
         room = self._records.shape[0]
         if self._is_own and count <= room:
             return
-        grown = self._records.new_empty(
-            max(count, 2 * room) if self._is_own else count, self.layout.record_bytes
-        )
-        grown[: self._length] = self._records[: self._length]
+        doubled = 2 * room if self._total_tokens is None else min(2 * room, self._total_tokens)
+        wanted = max(count, doubled) if self._is_own else count
+        try:
+            grown = self._copied(wanted)
+        except SHORTAGE_TYPES as error:
+            if wanted == count or not is_shortage(error):
+                raise
+            grown = self._copied(count)
         self._records, self._is_own = grown, True
+
+    def _copied(self, count: int) -> torch.Tensor:
+        """So many records of its own, which begin with all tokens computed so far."""
+        records = empty_records(count, self.layout.record_bytes, self.device)
+        records[: self._length] = self._records[: self._length]
+        return records

@@ -69,6 +69,10 @@ class UncachedBatch(OneByOne):
     def trim_soon() -> None:
         """Likewise."""
 
+    @staticmethod
+    def expect(total_tokens: int) -> None:
+        """Of no use: no room is taken ahead that a prompt's length would tell."""
+
     def close(self) -> None:
         """Forget all tokens."""
         self._tokens = [[] for _ in range(self.rows)]

@@ -93,13 +93,14 @@ def _proved(
     def sizes_error(tried: Way, _queries: References) -> float:
         return _sizes_error(trial, steps, tried, padded)
 
-    # What holds kernel by kernel must hold captured: nothing is given up for speed.
+    # What holds kernel by kernel must hold captured: nothing is given up for speed. Chunks must hold whatever
+    # that way can do: a captured prompt is cut at its largest forward.
     holds = (
         trial.error(sizes_error, way, "captured prompts") is not None
         and trial.error(chunk_error, way, "captured chunks") is not None
         and (trial.holds(replay_error, way) or not trial.holds(replay_error, padded))
-        and (trial.chunks_hold(layout, way) or not trial.chunks_hold(layout, padded))
-        and (trial.far_chunks_hold(layout, way) or not trial.far_chunks_hold(layout, padded))
+        and trial.chunks_hold(layout, way)
+        and trial.far_chunks_hold(layout, way)
     )
     if not holds and not trial.reasons:
         trial.reasons.append("behind windows, or far away, captured prompts come out otherwise")

@@ -104,7 +104,12 @@ class Residency:
             parked = self._load(query) if query.on_host_tokens else None
             known = self._load_session(query) if parked is None else parked
             try:
-                query.prefill = Prefill(self._new_prefill_batch(), known, divisible=self._chunkable)
+                query.prefill = Prefill(
+                    self._new_prefill_batch(),
+                    known,
+                    total_tokens=len(query.to_prefill_token_ids),
+                    divisible=self._chunkable,
+                )
             except SHORTAGE_TYPES:
                 self._put_back(query, parked)
                 raise

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batond.bench import families
 from batond.daemon.engine import SamplingParams
-from batond.daemon.engine.batch import prompt_steps
+from batond.daemon.engine.batch import prompt_batch, prompt_steps
 from batond.daemon.engine.batch.padded import PaddedBatch
 from batond.daemon.engine.batch.prompt_batch import CapturedPrompt
 from batond.daemon.engine.batch.prompt_inputs import MOST_PARTS, Part, PromptInputs
@@ -21,6 +22,7 @@ from batond.daemon.engine.batch.prompt_steps import PromptSteps, prompt_sizes
 from batond.daemon.engine.model.causal import CausalModel
 from batond.daemon.engine.proof.trial import probe_layout
 from batond.daemon.engine.step.packing import Packer
+from batond.offload.landing import empty_records
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,6 +209,94 @@ def test_chunks_fill_their_forwards_but_for_the_last(
     while query.live:
         engine.step()
     assert chunks == [[8], [8], [8], [10]]
+
+
+_NEW = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.clone.default)
+
+
+class Room(TorchDispatchMode):
+    """Memory in which no new block of bytes may be larger than the room that is left.
+
+    Attributes:
+        refused: Bytes of the blocks there was no room for.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__()
+        self._most_bytes = most_bytes
+        self.refused: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in _NEW and found.dtype == torch.uint8 and found.nbytes > self._most_bytes:
+            self.refused.append(found.nbytes)
+            raise torch.OutOfMemoryError("CUDA out of memory, in a test")
+        return found
+
+
+@pytest.mark.usefixtures("card_on_cpu")
+def test_a_prompt_takes_no_more_than_it_needs_where_memory_is_short() -> None:
+    """M6: room for later chunks is a wish; without room for the chunk itself nothing has changed."""
+    stand = Stand("llama", "cpu")
+    plain, short, tokens = CapturedPrompt(stand.steps), CapturedPrompt(stand.steps), stand.tokens(60)
+    nbytes = stand.layout.record_bytes
+    with Room(59 * nbytes) as room:
+        for first in range(0, 56, 8):
+            short.step({0: tokens[first : first + 8]})
+        assert room.refused == [64 * nbytes, 80 * nbytes, 96 * nbytes]
+        with pytest.raises(torch.OutOfMemoryError):
+            short.step({0: tokens[56:]})
+    assert room.refused[3:] == [112 * nbytes, 60 * nbytes]
+    short.check_integrity()
+    plain.step({0: tokens[:56]})
+    stand.check(short.step({0: tokens[56:]}), plain.step({0: tokens[56:]}))
+    stand.check_slices(short.extract(0), plain.extract(0))
+
+
+@pytest.mark.usefixtures("card_on_cpu")
+def test_records_and_copies_of_them_take_blocks_of_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one prompt takes the block that another has left."""
+    stand, taken = Stand("llama", "cpu"), []
+
+    def noting(n_tokens: int, *rest: Any) -> torch.Tensor:
+        taken.append(n_tokens)
+        return empty_records(n_tokens, *rest)
+
+    monkeypatch.setattr(prompt_batch, "empty_records", noting)
+    prompt = CapturedPrompt(stand.steps)
+    for count in (8, 1):
+        prompt.step({0: stand.tokens(count)})
+    assert prompt.extract(0).n_tokens == 9
+    assert taken == [8, 16, 9]
+
+
+@pytest.mark.usefixtures("card_on_cpu")
+def test_a_half_done_prompt_is_kept_where_there_is_memory_for_just_the_whole_prompt(
+    make_engine: Callable[..., LocalEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M6: it is parked without memory for a copy, and goes on without more than its own tokens need."""
+    monkeypatch.setattr(prompt_steps, "SIZES", (8, 16))
+    engine = make_engine(
+        families.make_family("llama"), rows=2, batch="ring", chunk_tokens=8, max_query_tokens=128
+    )
+    nbytes = engine.residency.batch.layout.record_bytes
+    prompt = [3 + 7 * place % 90 for place in range(90)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    undisturbed = engine.submit(prompt, params)
+    engine.run_until_idle()
+    query = engine.submit(prompt, params)
+    with Room(90 * nbytes) as room:
+        for _ in range(5):
+            engine.step()
+        with Room(39 * nbytes) as none:
+            engine.park(query)
+        assert len(none.refused) == 1
+        assert query.on_host_tokens == 40
+        engine.resume(query)
+        engine.run_until_idle()
+    assert room.refused == []
+    assert engine.counters["out_of_memory"] == 0
+    assert query.output_token_ids == undisturbed.output_token_ids
 
 
 @pytest.mark.parametrize("most", [1, 64, 65, 256, 2048, 10**6])

@@ -72,6 +72,17 @@ def test_a_size_that_comes_out_otherwise_is_found(
     assert proof.remark.startswith("; prompts kernel by kernel: captured prompts: logits differ by")
 
 
+@pytest.mark.parametrize("promise", ["chunks_hold", "far_chunks_hold"])
+def test_prompts_that_chunks_change_are_not_captured(
+    prove: Callable[..., PromptProof], monkeypatch: pytest.MonkeyPatch, promise: str
+) -> None:
+    """R2: neither way may cut them, and a captured prompt is cut at its largest forward all the same."""
+    monkeypatch.setattr(Trial, promise, lambda *_: False)
+    proof = prove("llama")
+    assert proof.steps is None
+    assert "behind windows, or far away" in proof.remark
+
+
 @pytest.mark.parametrize(
     ("family", "why"),
     [("bloom", "attend by the kernel"), ("qwen3_next", "holds a state"), ("llama4_text", "")],
