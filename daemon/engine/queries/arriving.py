@@ -44,8 +44,8 @@ class Arriving:
 
     @property
     def due(self) -> bool:
-        """Whether a copy is under way for somebody who would have a row by now."""
-        return not self._due.isdisjoint(self._tickets)
+        """Whether a copy has yet to land for somebody who would have a row by now."""
+        return any(not self._store.ready(self._tickets[one]) for one in self._due if one in self._tickets)
 
     def expect(self, due: Container[str], likely: Container[str]) -> None:
         """Give up what was begun for anybody else; the host copies stay.

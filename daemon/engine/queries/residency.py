@@ -119,7 +119,7 @@ class Residency:
 
     @property
     def arriving(self) -> bool:
-        """Whether slices are on their way to the device whose rows are due."""
+        """Whether slices are on their way to the device whose rows are due, and have not landed."""
         return self._arriving.due
 
     def bring(self, due: Sequence[Query], likely: Sequence[Query] = ()) -> None:

@@ -91,12 +91,20 @@ class Spilling:
         self._store.spiller.unpin_all()
 
     def expect(self, query: Query) -> bool:
-        """Begin to read what a query goes on from, if there is room; whether it is there already."""
-        owner_id = self._owner_id(query)
+        """Begin to read what a query goes on from, if there is room; whether it is there already.
+
+        What is there stays so until `let_go`: who is asked for next must not take its room.
+        """
+        owner_id, spiller = self._owner_id(query), self._store.spiller
+        if not owner_id:
+            return True
         try:
-            return not owner_id or not self._store.spiller.begin_fetch(owner_id)
+            away = spiller.begin_fetch(owner_id)
         except HostPoolFullError:
             return False
+        if not away:
+            spiller.pin(owner_id)
+        return not away
 
     def _waited(self, owner_id: str) -> bool:
         """Wait a moment for a read that was begun, if there is nothing else to do; whether it was waited."""

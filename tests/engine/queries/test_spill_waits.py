@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batond.daemon.engine import SamplingParams
-from batond.daemon.engine.queries.spilling import IDLE_WAIT_S
+from batond.daemon.engine.queries.spilling import IDLE_WAIT_S, PATIENCE_STEPS
+from batond.daemon.scheduler.plan import ParkMode, ParkOrder, Plan
 from batond.offload.errors import HostPoolFullError
 from batond.offload.folder import SpillFolder
 from batond.offload.spill import SpillJob
@@ -169,3 +170,62 @@ def test_it_keeps_its_place_only_while_it_is_loaded(llama: Any, make: Make) -> N
     engine._spilling.let_go()
     engine.check_integrity()
     assert 0 < spiller.spare_bytes < spare_bytes
+
+
+def test_who_is_expected_keeps_its_place_from_those_behind_it(
+    llama: Any, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R6: of two that are resumed in one step, the second is read back only where there is room for both."""
+    engine = make(llama, 4)
+    first, second = park(engine, 2)
+    spiller, entries = engine.residency.store.spiller, engine.residency.store._entries
+    for query in (first, second):
+        spiller.begin_write(query.query_id)
+    rest(engine)
+    engine._spilling.let_go()
+    spiller._give_room(entries[second.query_id])
+    others = spiller.reserve(engine.residency.store.pool.free_bytes)
+    waited: list[SpillJob] = []
+    monkeypatch.setattr(SpillJob, "wait", lambda job, *_: waited.append(job))
+    resumed = (first.query_id, second.query_id)
+    engine._rows.prepare(Plan(resume=resumed, reasons=dict.fromkeys(resumed, "row_taken")))
+    assert not waited
+    assert first.query_id in engine.residency._arriving
+    assert entries[second.query_id].arriving is None
+    spiller.check_integrity()
+    monkeypatch.undo()
+    spiller._pool.release(others)
+
+
+def test_who_has_landed_behind_it_does_not_keep_it_waiting_for_room(llama: Any, make: Make) -> None:
+    """R6: both tiers are full, and those behind can't make room: patience ends all the same."""
+    engine = make(llama, 4)
+    first, second = park(engine, 2)
+    victim = engine.submit([5, 6, 7, 30], SamplingParams(max_tokens=40, ignore_eos=True))
+    while victim.row is None:
+        engine.step()
+        rest(engine)
+    store = engine.residency.store
+    for query in (first, second):
+        store.spiller.begin_write(query.query_id)
+    rest(engine)
+    tier: Any = store.spiller.tier
+    tier._rested_s = float("inf")  # Nothing can be written.
+    store.spiller._give_room(store._entries[first.query_id])
+    others = store.spiller._pool.reserve(store.pool.free_bytes)
+    order = ParkOrder(victim.query_id, ParkMode.OFFLOAD, "kv_bytes", first.query_id)
+    resumed = (first.query_id, second.query_id)
+    plan = Plan(park=(order,), resume=resumed, reasons=dict.fromkeys(resumed, "row_taken"))
+    for query in (first, second):
+        engine.resume(query)
+    engine.residency.bring([second])
+    assert engine.residency.landed(second)
+    for _ in range(2 * PATIENCE_STEPS):
+        engine._roster.refresh()
+        engine._spilling.write_ahead()
+        engine._rows.prepare(plan)
+        engine._rows.run(plan)
+        if victim.row is None:
+            break
+    assert victim.row is None, "its order is carried out"
+    store.spiller._pool.release(others)
