@@ -78,6 +78,7 @@ class CardPages:
         self._held: list[dict[int, int]] = [{} for _ in range(grid.shape.rows)]  # Handles by page.
         self._leaving: dict[tuple[int, int], _Leaving] = {}  # By row and page, oldest first.
         self._pool: list[int] = []
+        self._busy: Fence | None = None  # What kept a page from being unmapped last.
         self._held_pages = 0
         self._closed = False
         self.address = driver.reserve(grid.nbytes)
@@ -110,15 +111,16 @@ class CardPages:
         if self.holds(row, pages):  # Without the lock: only the caller takes pages from a row.
             return
         while True:
-            try:
-                with self._lock:
+            with self._lock:
+                try:
                     self._commit(row, pages)
-            except torch.OutOfMemoryError:
-                fence = self.next_fence()
-                if fence is None:
-                    raise
-            else:
-                return
+                except torch.OutOfMemoryError:
+                    # What was busy then may be done by now: that is memory, too.
+                    fence = self._busy or self._next_fence()
+                    if fence is None:
+                        raise
+                else:
+                    return
             fence.wait()  # For memory that is leaving; the keeper goes on meanwhile.
 
     def commit_if_held(self, row: int, pages: range) -> None:
@@ -173,8 +175,7 @@ class CardPages:
     def next_fence(self) -> Fence | None:
         """What to wait for until the card is done with more that rows gave back; None if it is with all."""
         with self._lock:
-            fences = dict.fromkeys(leaving.fence for leaving in self._leaving.values())
-        return next((fence for fence in fences if not fence.done()), None)
+            return self._next_fence()
 
     def close(self) -> None:
         """Give everything back; what the driver refuses is logged and lost."""
@@ -214,9 +215,13 @@ class CardPages:
 
     # -- under the lock -------------------------------------------------------------------------------
 
+    def _next_fence(self) -> Fence | None:
+        fences = dict.fromkeys(leaving.fence for leaving in self._leaving.values())
+        return next((fence for fence in fences if not fence.done()), None)
+
     def _commit(self, row: int, pages: range) -> None:
         """Place all missing pages, then have access to each run of them in one call: that costs most."""
-        held = self._held[row]
+        self._busy, held = None, self._held[row]
         missing = [page for page in pages if page not in held]
         back = {page: self._leaving.pop((row, page)) for page in missing if (row, page) in self._leaving}
         new: dict[int, int] = {}
@@ -281,7 +286,7 @@ class CardPages:
         for row, page in _in_turn(self._leaving):
             fence = self._leaving[row, page].fence
             if fence is busy or not fence.done():
-                busy = fence
+                busy = self._busy = fence
             elif self._unmap(row, page):
                 return True
         return False

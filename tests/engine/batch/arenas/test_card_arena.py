@@ -126,6 +126,22 @@ def test_what_is_leaving_is_used_before_memory_is_out(make_card_arena: MakeArena
     assert books(arena) == (ROW_PAGES * PAGE, 0, ROW_PAGES * PAGE, 0)
 
 
+def test_a_card_that_is_done_right_after_it_was_asked_is_no_full_card(
+    make_card_arena: MakeArena, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M6: its memory is there, though there is nothing left to wait for."""
+    driver.card_bytes = ROW_PAGES * PAGE
+    arena = make_card_arena()
+    arena.commit(0, 0, 100)
+    driver.busy = True
+    arena.release(0, [])
+    answers = iter([False])
+    monkeypatch.setattr(driver.fences[-1], "done", lambda: next(answers, True))
+    arena.commit(1, 0, 100)
+    assert next(answers, None) is None, "it was asked"
+    assert arena.row_bytes(1) == ROW_PAGES * PAGE
+
+
 def test_a_commit_has_access_to_all_its_pages_in_one_call(make_card_arena: MakeArena, driver: Any) -> None:
     """Access costs ten times what mapping does, whatever the size."""
     arena = make_card_arena()
