@@ -11,6 +11,7 @@ or in a file alone: see `spiller.py`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -297,6 +298,13 @@ class ParkedStore:
             entry.ticket = None
         self._retire(entry)
         return True
+
+    def wait_copies(self, owner_id: str) -> None:
+        """Wait until no copy touches an owner's bytes: `forget` gives them back at once then."""
+        entry = self._entries.get(owner_id)
+        for transfer in entry.transfers if entry else ():
+            with suppress(Exception):  # One that fails is over, too.
+                transfer.wait()
 
     def collect(self) -> int:
         """Give back the bytes of forgotten slices whose copies are over. Cheap; call it once a step.

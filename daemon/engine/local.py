@@ -608,6 +608,7 @@ class LocalEngine:
 
     def tend(self) -> None:
         """What an idle engine does: takes in copies, drops old sessions, gives memory to neighbours."""
+        self.residency.bring(())  # What was begun for those that are held again, or gone, is given up.
         self.residency.settle()
         self.residency.sessions.expire()
         self._bounds.limits()

@@ -133,9 +133,8 @@ class Sessions:
         self._kept: dict[SessionKey, KeptSlice] = {}  # Least recently used first.
         self._numbers = itertools.count(1)
         self._nbytes = 0
-        self._alone: dict[
-            str, SessionKey
-        ] = {}  # By owner: in the pool, and in no file nor on the way to one.
+        #: By owner: in the pool, and in no file nor on the way to one.
+        self._alone: dict[str, SessionKey] = {}
         self._changed: set[SessionKey] = set()
         self._coming: dict[SessionKey, LoadTicket] = {}  # On their way to the device.
         self._given_up: set[SessionKey] = set()
@@ -220,6 +219,7 @@ class Sessions:
         Args:
             turns: Prompts that are about to be computed, by their session.
         """
+        self._given_up.intersection_update(turns)
         for key in self._coming.keys() - turns.keys():
             self._give_up(key)
         for key, prompt in turns.items():
@@ -230,7 +230,8 @@ class Sessions:
     def give_up(self) -> None:
         """Give up what is on its way: its memory is needed. Whoever wants it waits for it the next time."""
         self._given_up.update(self._coming)
-        self.bring({})
+        for key in list(self._coming):
+            self._give_up(key)
 
     def landed(self, key: SessionKey) -> bool:
         """Whether `load` would wait for no copy, in either direction; or for one that could not be begun."""
@@ -372,8 +373,9 @@ class Sessions:
 
     def _drop(self, key: SessionKey) -> None:
         if key in self._kept:
-            # Bytes that a copy still writes would be no room for whoever wants them now.
+            # Bytes that a copy still writes or reads would be no room for whoever wants them now.
             self._outgoing.finish(self._kept[key].owner_id)
+            self._store.wait_copies(self._kept[key].owner_id)
         kept = self._kept.pop(key, None)
         if kept is not None:
             self._changed.add(key)
