@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from batond.daemon.engine.queries.card_share import card_share_bytes
+
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Container
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from batond.offload.entries import LoadTicket
     from batond.offload.store import ParkedStore
 
-#: Device memory that copies begun before their rows may take together; one is begun however large it is.
+#: Device memory that copies begun before their rows may take together, on a small card less; one is begun
+#: however large it is.
 MOST_BYTES: Final = 1 << 30
 
 
@@ -125,10 +128,14 @@ class Arriving:
         if not self._ahead <= set(self._tickets):
             raise AssertionError(f"copies begun ahead are not under way: {self._ahead - set(self._tickets)}")
 
+    @property
+    def _most_bytes(self) -> int:
+        return min(MOST_BYTES, card_share_bytes(self._device))
+
     def _crowds(self, owner_id: str) -> bool:
         """Whether there is no room for an owner's slice beside those under way."""
         taken = sum(ticket.kv.nbytes for ticket in self._tickets.values())
-        return bool(self._tickets) and taken + self._store.parked_bytes(owner_id) > MOST_BYTES
+        return bool(self._tickets) and taken + self._store.parked_bytes(owner_id) > self._most_bytes
 
     def _drop(self, owner_id: str) -> LoadTicket | None:
         self._ahead.discard(owner_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from batond.daemon.engine.queries.card_share import card_share_bytes
 from batond.offload.errors import CopyFailedError
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 #: Slices that may be under way at once, however large. One is copied while the checksum of the one before
 #: it is computed.
 MOST_UNDER_WAY: Final = 2
-#: More may be as long as they take no more device memory beside the batch: a burst of parks holds nobody up.
+#: More may be as long as they take no more device memory beside the batch, on a small card less: a burst of
+#: parks holds nobody up.
 MOST_BYTES: Final = 2 << 30
 
 
@@ -49,7 +51,7 @@ class Outgoing:
         return sum(ticket.kv.nbytes for ticket, _ in self._tickets.values())
 
     def start(self, owner_id: str, kv: KVSlice, layout_hash: str, on_lost: Callable[[], None]) -> None:
-        """Begin to store a slice. Waits for the oldest one if too many are under way.
+        """Begin to store a slice. With two under way, waits for the oldest until all are few enough bytes.
 
         Args:
             owner_id: Whose.
@@ -61,7 +63,8 @@ class Outgoing:
             HostPoolFullError: No room; nothing has changed.
             CopyFailedError: The copy did not happen; nothing has changed.
         """
-        while len(self._tickets) >= MOST_UNDER_WAY and self._nbytes + kv.nbytes > MOST_BYTES:
+        most_bytes = min(MOST_BYTES, card_share_bytes(kv.tokens.device))
+        while len(self._tickets) >= MOST_UNDER_WAY and self._nbytes + kv.nbytes > most_bytes:
             self.finish(next(iter(self._tickets)))
         ticket = self._store.begin_store(owner_id, kv, layout_hash)
         if self._store.ready(ticket):
