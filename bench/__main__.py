@@ -22,6 +22,7 @@ from batond.bench import (
     models,
     neighbour,
     neighbour_show,
+    neighbour_stand,
     planner,
     soak,
     spill,
@@ -153,7 +154,7 @@ def neighbour_command(
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     with console.status("two runs of all queries"):
-        stand = neighbour.make_stand(device, queries, seed)
+        stand = neighbour_stand.make_stand(device, queries, seed)
         alone, beside, seconds = neighbour.measure(stand, console.print)
     found = neighbour_show.checks(alone, beside)
     console.print(neighbour_show.timeline(beside), neighbour_show.verdict(found, beside))

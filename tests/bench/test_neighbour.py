@@ -6,16 +6,19 @@ import json
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from batond.bench import neighbour, neighbour_child, neighbour_show
+from batond.bench import neighbour, neighbour_child, neighbour_show, neighbour_stand
 from batond.bench.__main__ import app
 from batond.bench.neighbour import Course, Moment
 from batond.bench.neighbours import CardNeighbour
+from batond.daemon.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +46,7 @@ def courses() -> tuple[Course, Course]:
     """A real engine on the CPU, beside a script."""
     torch.set_num_threads(1)
     told: list[str] = []
-    alone, beside, _ = neighbour.measure(neighbour.make_stand("cpu", queries=24, seed=0), told.append)
+    alone, beside, _ = neighbour.measure(neighbour_stand.make_stand("cpu", queries=24, seed=0), told.append)
     assert [line.split(":")[0] for line in told[1:]] == ["undisturbed", "beside the neighbour"]
     return alone, beside
 
@@ -128,7 +131,7 @@ def test_one_calm_reading_of_before_counts_for_nothing() -> None:
 
 
 def test_any_few_queries_in_a_row_are_as_long_as_all() -> None:
-    requests = neighbour.make_requests(100, 64, (100, 499), (10, 89), seed=3)
+    requests = neighbour_stand.make_requests(100, 64, (100, 499), (10, 89), seed=3)
     outputs = [request.output_tokens for request in requests]
     assert min(outputs) < 20
     assert max(outputs) > 80
@@ -140,7 +143,7 @@ def test_the_command_prints_draws_and_judges(
     courses: tuple[Course, Course], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(neighbour, "make_stand", lambda *_: None)
+    monkeypatch.setattr(neighbour_stand, "make_stand", lambda *_: None)
     monkeypatch.setattr(neighbour, "measure", lambda *_: (*courses, 1.0))
     drawn, output = tmp_path / "neighbour.svg", tmp_path / "moments.json"
     arguments = ["neighbour", "--device", "cpu", "--plot", str(drawn), "--output", str(output)]
@@ -214,3 +217,23 @@ def test_a_process_that_does_not_come_up_is_not_waited_for() -> None:
     with pytest.raises(RuntimeError, match="did not come up"):
         told.wait_ready()
     told.close()
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_stand_that_can_not_be_made_leaves_neither_engine_nor_process(
+    monkeypatch: pytest.MonkeyPatch, *, elastic: bool
+) -> None:
+    """The batch does not follow memory, or the neighbour does not come up."""
+    beside, engine = MagicMock(), MagicMock()
+    engine.residency.batch.memory.elastic = elastic
+    beside.wait_ready.side_effect = RuntimeError("it never came")
+    for name, made in (("make_governing", None), ("CardNeighbour", beside), ("LocalEngine", engine)):
+        monkeypatch.setattr(neighbour_stand, name, lambda *_, made=made, **__: made)
+    for name in ("AutoModelForCausalLM", "CausalModel"):
+        monkeypatch.setattr(neighbour_stand, name, MagicMock())
+    properties = SimpleNamespace(total_memory=GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    with pytest.raises(RuntimeError if elastic else ConfigError):
+        neighbour_stand.on_card(torch.device("cpu"), 8, 0)
+    engine.close.assert_called_once_with()
+    beside.close.assert_called_once_with()
