@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from batond.clients import BatchSnapshot, Client, JobInfo
 
 ROWS = 2
-LONG_TOKENS = 160
+LONG_TOKENS = 96
 TOKENS_TIMEOUT_S = 170.0
 RUNNING_TOKENS = 24  # Decoded by both long jobs before the urgent one arrives: past the quantum.
 LONG_PROMPTS = {
