@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn import functional
 
+from batond.daemon.engine.batch.card_facts import arrived, card_of
 from batond.daemon.engine.batch.card_window import launched
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def streamed_linears(
         biases[0] if biases else out,
         out,
         parts,
-        _arrived(out.device, blocks, threading.get_ident()),
+        arrived(out.device, blocks),
         rows,
         inputs.shape[1],
         *counts,
@@ -236,7 +237,7 @@ class StreamedLinears:
         rows, width = inputs.numel() // inputs.shape[-1], inputs.shape[-1]
         calls = [call, *self._coming_with(call)]
         outputs = sum(one.weight.shape[0] for one in calls)
-        tiling = choose_linear(rows, outputs, width, _shared_bytes(inputs.device))
+        tiling = choose_linear(rows, outputs, width, card_of(inputs.device).shared_bytes)
         if tiling is None:
             return functional.linear(inputs, call.weight, call.bias).view(rows, -1)
         flat = inputs.reshape(rows, width).contiguous()
@@ -314,20 +315,6 @@ def _takes_part(module: torch.nn.Module, device: torch.device) -> bool:
         and weight.is_contiguous()
         and not any((module._forward_hooks, module._forward_pre_hooks))  # noqa: SLF001 - torch has no other way to ask
     )
-
-
-@functools.cache
-def _arrived(device: torch.device, count: int, thread: int) -> torch.Tensor:  # noqa: ARG001 - it tells engines apart
-    """How many programs of a sum have ended. Each call leaves zeros: calls of one thread can share them."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1 << 30
-    # CUDA keeps 1 KiB of each multiprocessor's.
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor) - 1024
 
 
 def _kernels() -> Any:

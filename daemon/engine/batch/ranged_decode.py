@@ -10,12 +10,12 @@ card, so that a captured graph stays valid while they change. Idle rows touch no
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from batond.daemon.engine.batch.card_facts import Card, arrived, card_of
 from batond.daemon.engine.batch.ring_kernels import attend_kernel, write_kernel
 
 if TYPE_CHECKING:
@@ -93,19 +93,6 @@ class Tiling:
     stages: int
     splits: int
     enough: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What of a card the cut depends on.
-
-    Attributes:
-        cores: Multiprocessors.
-        shared_bytes: Memory of a multiprocessor that one program can have.
-    """
-
-    cores: int
-    shared_bytes: int
 
 
 def choose_tiling(ring: Ring, rule: Rule, card: Card, group: int = 1) -> Tiling:
@@ -191,7 +178,7 @@ def decode_attention(
     capacity, kv_heads, value_dim = *ring.key.shape[1:3], ring.value.shape[3]
     group = heads // kv_heads
     if tiling is None:
-        tiling = choose_tiling(ring, rule, _card(query.device), group)
+        tiling = choose_tiling(ring, rule, card_of(query.device), group)
     out = query.new_empty(rows, heads, value_dim)
     query = _packed(query)
     new_key, new_value = (_packed(one) for one in new or (query, query))
@@ -206,7 +193,7 @@ def decode_attention(
         out if rule.sinks is None else rule.sinks,
         out,
         *_parts(out, tiling.splits),
-        _arrived(query.device, rows * kv_heads),
+        arrived(query.device, rows * kv_heads),
         rule.scale * _LOG2_E,
         (rule.softcap or 0.0) * _LOG2_E,
         rule.window or 0,
@@ -245,19 +232,6 @@ def _packed(states: torch.Tensor) -> torch.Tensor:
 def tile_side(size: int) -> int:
     """The tile's side that holds so many: a power of two."""
     return max(_LEAST_TILE, 1 << (size - 1).bit_length())
-
-
-@functools.cache
-def _card(device: torch.device) -> Card:
-    properties = torch.cuda.get_device_properties(device)
-    # CUDA keeps 1 KiB of each multiprocessor's.
-    return Card(properties.multi_processor_count, properties.shared_memory_per_multiprocessor - _KIB)
-
-
-@functools.cache
-def _arrived(device: torch.device, count: int) -> torch.Tensor:
-    """How many programs of a range have ended. Each call leaves zeros: calls on one stream can share them."""
-    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _parts(out: torch.Tensor, splits: int) -> Sequence[torch.Tensor]:

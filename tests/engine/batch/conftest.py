@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """Where it runs; the CPU passes for a card."""
+    if request.param == "cpu":
+        request.getfixturevalue("card_on_cpu")
+    return str(request.param)
+
+
+@pytest.fixture
 def whole_card() -> None:
     """For tests that fill a card, or measure what is free of it: with others beside them they say nothing."""
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -57,14 +57,6 @@ def _places(names: list[str]) -> list[Any]:
     return [pytest.param(name, "cpu", id=f"{name}-cpu") for name in names if name in ON_CPU] + on_card
 
 
-@pytest.fixture
-def device(request: pytest.FixtureRequest) -> str:
-    """Where the step runs; the CPU passes for a card."""
-    if request.param == "cpu":
-        request.getfixturevalue("card_on_cpu")
-    return str(request.param)
-
-
 class Trip:
     """The same random life of a batch, on several of them: all must give the same logits."""
 

@@ -41,14 +41,6 @@ def _places(names: list[str]) -> list[Any]:
     return [pytest.param(name, "cpu", id=f"{name}-cpu") for name in names if name in ON_CPU] + on_card
 
 
-@pytest.fixture
-def device(request: pytest.FixtureRequest) -> str:
-    """Where prompts run; the CPU passes for a card."""
-    if request.param == "cpu":
-        request.getfixturevalue("card_on_cpu")
-    return str(request.param)
-
-
 ENGINES = pytest.mark.parametrize(
     ("family", "device"),
     [one for one in _places(["llama", "gemma2"]) if one.id != "gemma2-cpu"],

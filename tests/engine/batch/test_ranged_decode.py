@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="comes with torch's CUDA build")
 
+from batond.daemon.engine.batch.card_facts import Card
 from batond.daemon.engine.batch.ranged_decode import (
-    Card,
     Tiling,
     choose_tiling,
     decode_attention,
