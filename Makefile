@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest
 # The steps of `test` stop at the first failure and end with pytest's own closing line, under `make -j` too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo soak test test-fast lint types proto-check unit wheel-check proto fmt clean .venv
+.PHONY: help demo soak test test-fast lint types proto-check unit wheel-check docs proto fmt clean .venv
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,7 @@ lint: $(STAMP) ## Formatting and lint (ruff), and which folder may import which 
 types: $(STAMP) ## Types: mypy strict, then pyright as a second opinion
 	@echo '== types'
 	@$(BIN)/mypy
+	@$(BIN)/mypy docs/hooks/*.py
 	@$(BIN)/pyright --project pyproject.toml
 
 proto-check: $(STAMP) ## Generate the protobuf modules anew and compare them with the committed ones
@@ -64,6 +65,11 @@ soak: $(STAMP) ## The slow tests at their full counts, ten minutes of kills, ten
 wheel-check: $(STAMP) ## Build the wheel, look into it, install it alone in an empty venv and start it
 	@$(PYTEST) tests/packaging $(ARGS)
 
+# The variable silences the theme's word about its successor.
+docs: $(STAMP) ## Build the site of the documentation into site/, strictly
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+	@echo 'site/index.html'
+
 proto: $(STAMP) ## Generate the protobuf modules
 	@$(BIN)/python proto/generate.py
 
@@ -72,7 +78,7 @@ fmt: $(STAMP) ## Format and mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 
 clean: ## Remove .venv, builds and caches
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv: $(STAMP) ## Make .venv and install batond into it, editable, with everything needed to develop
