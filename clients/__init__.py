@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from batond.clients.aio_stream import AsyncJobStream
     from batond.clients.batch import (
         BatchSnapshot,
+        ClassSnapshot,
         GovernorState,
         MemorySnapshot,
         QuerySnapshot,
         QueryState,
+        RecentTimes,
         RowSnapshot,
     )
     from batond.clients.build import ChatMessage, JobOptions
@@ -90,6 +92,7 @@ __all__ = [
     "ChatMessage",
     "Choice",
     "Chunk",
+    "ClassSnapshot",
     "Client",
     "ClientDeadlineError",
     "ClientTLS",
@@ -118,6 +121,7 @@ __all__ = [
     "QuerySnapshot",
     "QueryState",
     "Queued",
+    "RecentTimes",
     "RequestError",
     "Resumed",
     "RetryLaterError",

@@ -100,6 +100,31 @@ class MemorySnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecentTimes:
+    """Times of one kind, of the last minutes; None where there are none, or no target is known."""
+
+    samples: int = 0
+    p50_s: float | None = None
+    p95_s: float | None = None
+    target_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassSnapshot:
+    """How the jobs of a class fare.
+
+    Attributes:
+        sla_class: Its name.
+        first_token: From being accepted to the first token.
+        output_token: From one token to the next: the means of generations that ended, parks included.
+    """
+
+    sla_class: str
+    first_token: RecentTimes = RecentTimes()
+    output_token: RecentTimes = RecentTimes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSnapshot:
     """The batch as it stands after a step.
 
@@ -114,6 +139,7 @@ class BatchSnapshot:
         queued_jobs: Jobs that no engine has taken yet.
         counters: Counts that only grow, by name.
         memory: Where KV lies; None from a daemon that does not say.
+        classes: How each class fares, most urgent first; none from a daemon that does not say.
     """
 
     step: int
@@ -126,3 +152,4 @@ class BatchSnapshot:
     queued_jobs: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
     memory: MemorySnapshot | None = None
+    classes: tuple[ClassSnapshot, ...] = ()

@@ -158,7 +158,24 @@ def snapshot(message: admin_pb2.BatchSnapshot) -> batch.BatchSnapshot:
         queued_jobs=message.queued_jobs,
         counters=dict(message.counters),
         memory=_memory(message.memory) if message.HasField("memory") else None,
+        classes=tuple(
+            batch.ClassSnapshot(
+                sla_class=one.sla_class,
+                first_token=_times(one.first_token),
+                output_token=_times(one.output_token),
+            )
+            for one in message.classes
+        ),
     )
+
+
+def _times(message: admin_pb2.RecentTimes) -> batch.RecentTimes:
+    known = {
+        f"{name}_s": _seconds(getattr(message, name))
+        for name in ("p50", "p95", "target")
+        if message.HasField(name)
+    }
+    return batch.RecentTimes(samples=message.samples, **known)
 
 
 def _memory(message: admin_pb2.MemorySnapshot) -> batch.MemorySnapshot:

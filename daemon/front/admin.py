@@ -115,6 +115,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     counts = self._dispatcher.counts
                     queued = sum(counts.queued.values()) if counts is not None else 0
                     shown = convert.snapshot(shot, queued)
+                    shown.classes.extend(
+                        convert.class_snapshot(one, self._dispatcher.recent) for one in self._classes
+                    )
                     await context.write(admin_pb2.WatchBatchResponse(snapshot=shown))
                     await asyncio.sleep(interval_s)
                 if self._dispatcher.snapshot is shot:

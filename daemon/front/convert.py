@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from batond.daemon.front.follow import FollowEvent
+    from batond.daemon.front.recent import Recent, Times
     from batond.daemon.queue import DeadLetter, JobRecord, JobSpec, Place
     from batond.daemon.queue.registry import DaemonRecord
     from batond.daemon.wire.messages import MemorySnapshot, Snapshot, TokenLogprobs
+    from batond.policies.classes import SlaClass
 
 MOST_COUNT: Final = (1 << 32) - 1
 NS_PER_S: Final = 1_000_000_000
@@ -340,6 +342,22 @@ def _memory(memory: MemorySnapshot) -> admin_pb2.MemorySnapshot:
         free_bytes=memory.free_bytes,
         own_bytes=memory.own_bytes,
     )
+
+
+def class_snapshot(sla: SlaClass, recent: Recent) -> admin_pb2.ClassSnapshot:
+    """Describe how a class fares."""
+    now_s = time.monotonic()
+    shown = admin_pb2.ClassSnapshot(sla_class=sla.name)
+    _times(shown.first_token, recent.first_tokens(sla.name, now_s), sla.ttft_target_s)
+    _times(shown.output_token, recent.output_tokens(sla.name, now_s), sla.tpot_target_s)
+    return shown
+
+
+def _times(shown: admin_pb2.RecentTimes, times: Times, target_s: float) -> None:
+    shown.samples = times.samples
+    for duration, value_s in ((shown.p50, times.p50_s), (shown.p95, times.p95_s), (shown.target, target_s)):
+        if value_s is not None:
+            duration.FromNanoseconds(round(value_s * 1e9))
 
 
 def dead_job(letter: DeadLetter) -> admin_pb2.DeadJob:

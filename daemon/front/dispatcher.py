@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.engine_link import EngineLink
     from batond.daemon.front.held import HeldJob
     from batond.daemon.front.hub import Hub
+    from batond.daemon.front.recent import Recent
     from batond.daemon.front.steps import JobStep
     from batond.daemon.queue import ClaimedJob, Counts, JobStore, LeaseKeeper, TenantLimits
     from batond.daemon.telemetry.metrics import Metrics
@@ -224,6 +225,11 @@ class Dispatcher:
         if held is not None and held.claimed.record.epoch == epoch:
             _log.warning("lease_lost", tenant=tenant, job_id=job_id)
             self._committer.abandon(held)
+
+    @property
+    def recent(self) -> Recent:
+        """The latest times by class."""
+        return self._figures.recent
 
     async def next_snapshot(self) -> None:
         """Wait for a snapshot newer than the present one."""

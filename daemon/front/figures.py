@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
+from batond.daemon.front.recent import Recent
 from batond.daemon.front.steps import choice_of
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.wire.messages import (
@@ -39,10 +40,14 @@ class Figures:
     Args:
         metrics: Where they go.
         classes: Names of all classes.
+
+    Attributes:
+        recent: The latest times by class.
     """
 
     def __init__(self, metrics: Metrics, classes: Collection[str]) -> None:
         self._metrics, self._classes = metrics, tuple(classes)
+        self.recent = Recent(self._classes)
         self._strange: list[str] = []  # Classes that this daemon does not serve, and in which jobs waited.
 
     def heard(self, held: HeldJob, event: QueryEvent) -> None:
@@ -70,6 +75,7 @@ class Figures:
                 if times.first_token_s is not None and times.later_tokens:
                     per_token_s = (times.last_token_s - times.first_token_s) / times.later_tokens
                     self._metrics.output_token.labels(*self._labels(held)).observe(per_token_s)
+                    self.recent.output_token(held.claimed.record.sla_class, per_token_s, now_s)
 
     def engine_died(self, held: HeldJob) -> None:
         """The choices of a job have no rows any more."""
@@ -135,6 +141,7 @@ class Figures:
         times.first_token_s = now_s
         if not any(choice.token_ids for choice in held.choices):
             self._metrics.first_token.labels(*self._labels(held)).observe(held.age_s)
+            self.recent.first_token(held.claimed.record.sla_class, held.age_s, now_s)
 
     def _labels(self, held: HeldJob) -> tuple[str, str]:
         return self._metrics.tenant(held.tenant), held.claimed.record.sla_class

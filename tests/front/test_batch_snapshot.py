@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
 
 import pytest
 
+from batond import clients
 from batond.clients import convert as clients_convert
 from batond.daemon.front import convert
+from batond.daemon.front.recent import Recent
 from batond.daemon.wire.messages import GovernorState, MemorySnapshot, Snapshot
-
-if TYPE_CHECKING:
-    from batond import clients
+from batond.policies.classes import SlaClasses
+from batond.v1 import admin_pb2
 
 
 def shown(memory: MemorySnapshot) -> clients.MemorySnapshot | None:
@@ -44,3 +45,20 @@ def test_no_figure_of_memory_is_lost(kv_budget_bytes: int | None) -> None:
     assert memory is not None
     assert {name: getattr(memory, name) for name in names} == figures
     assert (memory.row_limit, memory.reason) == (3, "why")
+
+
+def test_how_a_class_fares_arrives_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    classes = SlaClasses()
+    recent = Recent(classes.names)
+    for value_s in (0.2, 0.1, 3.5):
+        recent.first_token("batch", value_s, 99.0)
+    message = admin_pb2.BatchSnapshot(classes=[convert.class_snapshot(one, recent) for one in classes])
+    seen = {one.sla_class: one for one in clients_convert.snapshot(message).classes}
+    assert list(seen) == ["interactive", "standard", "batch"]
+    assert seen["batch"].first_token == clients.RecentTimes(samples=3, p50_s=0.2, p95_s=3.5, target_s=60.0)
+    assert seen["batch"].output_token == clients.RecentTimes(samples=0, target_s=1.0)
+
+
+def test_a_daemon_that_does_not_say_how_classes_fare_is_understood() -> None:
+    assert clients_convert.snapshot(admin_pb2.BatchSnapshot(step=1)).classes == ()

@@ -12,6 +12,7 @@ import structlog.testing
 from batond.daemon.front import figures as figures_module
 from batond.daemon.front import held as held_module
 from batond.daemon.front.figures import Figures
+from batond.daemon.front.recent import Times
 from batond.daemon.queue import Counts
 from batond.daemon.telemetry.metrics import Metrics
 from batond.daemon.wire.messages import (
@@ -104,6 +105,9 @@ def test_a_life_with_a_park(scene: Scene) -> None:
     assert scene.histogram("batond_time_to_first_token_seconds") == (1, 4.0)
     assert scene.histogram("batond_time_per_output_token_seconds") == (1, 3.0)
     assert scene.histogram("batond_park_seconds") == (1, 5.0)
+    recent = scene.figures.recent
+    assert recent.first_tokens("standard", 10.0) == Times(1, 4.0, 4.0)
+    assert recent.output_tokens("standard", 10.0) == Times(1, 3.0, 3.0)
     assert scene.value("batond_preemptions_total", cause="row", mode="kept") == 1
     assert scene.value("batond_jobs_ended_total", outcome="succeeded") == 1
 

@@ -223,7 +223,7 @@ class QuerySnapshot(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., tenant: _Optional[str] = ..., sla_class: _Optional[str] = ..., state: _Optional[_Union[QueryState, str]] = ..., prompt_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., parks: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., held: bool = ..., max_tokens: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class BatchSnapshot(_message.Message):
-    __slots__ = ("step", "time", "rows", "queries", "columns", "host_pool_used_bytes", "host_pool_bytes", "queued_jobs", "counters", "memory")
+    __slots__ = ("step", "time", "rows", "queries", "columns", "host_pool_used_bytes", "host_pool_bytes", "queued_jobs", "counters", "memory", "classes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +241,7 @@ class BatchSnapshot(_message.Message):
     QUEUED_JOBS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
     step: int
     time: _timestamp_pb2.Timestamp
     rows: _containers.RepeatedCompositeFieldContainer[RowSnapshot]
@@ -251,7 +252,30 @@ class BatchSnapshot(_message.Message):
     queued_jobs: int
     counters: _containers.ScalarMap[str, float]
     memory: MemorySnapshot
-    def __init__(self, step: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[RowSnapshot, _Mapping]]] = ..., queries: _Optional[_Iterable[_Union[QuerySnapshot, _Mapping]]] = ..., columns: _Optional[int] = ..., host_pool_used_bytes: _Optional[int] = ..., host_pool_bytes: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., memory: _Optional[_Union[MemorySnapshot, _Mapping]] = ...) -> None: ...
+    classes: _containers.RepeatedCompositeFieldContainer[ClassSnapshot]
+    def __init__(self, step: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[RowSnapshot, _Mapping]]] = ..., queries: _Optional[_Iterable[_Union[QuerySnapshot, _Mapping]]] = ..., columns: _Optional[int] = ..., host_pool_used_bytes: _Optional[int] = ..., host_pool_bytes: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., memory: _Optional[_Union[MemorySnapshot, _Mapping]] = ..., classes: _Optional[_Iterable[_Union[ClassSnapshot, _Mapping]]] = ...) -> None: ...
+
+class ClassSnapshot(_message.Message):
+    __slots__ = ("sla_class", "first_token", "output_token")
+    SLA_CLASS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    sla_class: str
+    first_token: RecentTimes
+    output_token: RecentTimes
+    def __init__(self, sla_class: _Optional[str] = ..., first_token: _Optional[_Union[RecentTimes, _Mapping]] = ..., output_token: _Optional[_Union[RecentTimes, _Mapping]] = ...) -> None: ...
+
+class RecentTimes(_message.Message):
+    __slots__ = ("samples", "p50", "p95", "target")
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P95_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    samples: int
+    p50: _duration_pb2.Duration
+    p95: _duration_pb2.Duration
+    target: _duration_pb2.Duration
+    def __init__(self, samples: _Optional[int] = ..., p50: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., p95: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., target: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class MemorySnapshot(_message.Message):
     __slots__ = ("committed_bytes", "pooled_bytes", "reserved_bytes", "parked_bytes", "spilled_bytes", "kv_budget_bytes", "row_limit", "governor", "reason", "total_bytes", "free_bytes", "own_bytes")
