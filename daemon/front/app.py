@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from batond.daemon.config import Settings
+    from batond.daemon.config import ServerSettings, Settings
     from batond.daemon.front.text import Tokenizer
     from batond.daemon.wire.messages import Ready
 
@@ -62,8 +62,7 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
     _log.info("configuration", **redacted(settings))
     stop, reload = on_signals()
     tls_files = read_tls(settings.tls)  # A wrong key is found before the model is loaded.
-    metrics_listen = settings.server.metrics_listen
-    addresses = HeldAddresses([*settings.server.listen, *([metrics_listen] if metrics_listen else [])])
+    addresses = HeldAddresses(_addresses(settings.server))
     notifier = Notifier()
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(addresses.close)
@@ -106,6 +105,19 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
             await Life(settings, front, notifier, addresses).run(stop, reload, engine)
         notifier.stopping("stopped")
     _log.info("stopped")
+
+
+def _addresses(server: ServerSettings) -> list[str]:
+    """All that the daemon will listen on.
+
+    The administrators' socket too: it is named after its folder alone, which another daemon may use as well.
+    """
+    admin = server.admin_socket_path
+    return [
+        *server.listen,
+        *([server.metrics_listen] if server.metrics_listen else []),
+        *([f"unix:{admin}"] if admin is not None else []),
+    ]
 
 
 async def _end_engine(link: EngineLink, engine: asyncio.Task[None]) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final
 
 from batond.daemon.errors import ConfigError, UnauthenticatedError
 from batond.daemon.front import audit
+from batond.daemon.front.addresses import answers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,11 +65,14 @@ class AdminSocket:
     async def start(self) -> None:
         """Accept connections, once the inner server listens.
 
+        A socket that a dead daemon left is replaced; `HeldAddresses` keeps others from doing so meanwhile.
+
         Raises:
-            ConfigError: The path can't be used.
+            ConfigError: The path can't be used, or somebody answers there.
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            _check_left(self._path)
             if self._path.is_socket():
                 self._path.unlink()
             self._server = await asyncio.start_unix_server(self._accept, self._path)
@@ -131,6 +135,16 @@ class AdminSocket:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
             inner_writer.close()
+
+
+def _check_left(path: Path) -> None:
+    """Refuse to take the place of a living daemon.
+
+    Raises:
+        OSError: Somebody answers there.
+    """
+    if answers(path):
+        raise OSError("another process answers there")
 
 
 def user_of_peer(peer: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -32,7 +33,7 @@ def folder() -> Iterator[Path]:
 @pytest.fixture
 async def relay(folder: Path) -> AsyncIterator[AdminSocket]:
     """The relay before a server that answers with the user it sees, and echoes."""
-    socket = AdminSocket(folder / "admin.sock")
+    relay = AdminSocket(folder / "admin.sock")
 
     async def answer(request: bytes, context: Any) -> bytes:
         return str(user_of_peer(context.peer())).encode() + b" " + request
@@ -40,12 +41,12 @@ async def relay(folder: Path) -> AsyncIterator[AdminSocket]:
     handlers = {"Ask": grpc.unary_unary_rpc_method_handler(answer)}
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
-    server.add_insecure_port(socket.inner_address)
+    server.add_insecure_port(relay.inner_address)
     await server.start()
-    await socket.start()
-    yield socket
+    await relay.start()
+    yield relay
     await server.stop(0)
-    await socket.stop()
+    await relay.stop()
 
 
 async def ask(address: str, request: bytes = b"x") -> bytes:
@@ -90,8 +91,12 @@ async def test_nobody_gets_past_the_relay(relay: AdminSocket) -> None:
 
 async def test_a_dead_daemons_socket_is_replaced_and_a_closed_one_removed(folder: Path) -> None:
     path = folder / "sub" / "admin.sock"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
     first = AdminSocket(path)
     await first.start()
+    path.unlink()
     second = AdminSocket(path, users=[12345])
     await second.start()
     assert stat.S_IMODE(path.stat().st_mode) == 0o666
@@ -101,12 +106,21 @@ async def test_a_dead_daemons_socket_is_replaced_and_a_closed_one_removed(folder
     assert not path.exists()
 
 
+async def test_a_living_daemons_socket_is_not_taken(relay: AdminSocket, folder: Path) -> None:
+    """V1: two daemons with sockets in one folder; the first one's administrators still reach it."""
+    second = AdminSocket(folder / "admin.sock")
+    with pytest.raises(ConfigError, match=r"admin\.sock: another process answers there"):
+        await second.start()
+    await second.stop()
+    assert await ask(f"unix:{folder / 'admin.sock'}") == f"{os.geteuid()} x".encode()
+
+
 async def test_a_place_that_cant_be_had(folder: Path) -> None:
     (folder / "file").write_text("")
-    socket = AdminSocket(folder / "file" / "admin.sock")
+    relay = AdminSocket(folder / "file" / "admin.sock")
     with pytest.raises(ConfigError, match="admin_socket"):
-        await socket.start()
-    await socket.stop()
+        await relay.start()
+    await relay.stop()
 
 
 @pytest.mark.parametrize("peer", ["unix:", "ipv4:127.0.0.1:1", "unix:/tmp/x/root.1.1", "", "ipv4:0.1"])
