@@ -27,6 +27,7 @@ class AsyncAdminCalls:
     """Part of `AsyncClient`, which has the connection."""
 
     _fleet: Fleet
+    _metadata: tuple[tuple[str, str], ...]
     _admin: admin_pb2_grpc.AdminServiceStub
 
     async def _call(self, method: Any, request: object, *, attempts: int | None = None) -> Any:
@@ -51,7 +52,7 @@ class AsyncAdminCalls:
         """Yields the batch as it stands, as it changes; ends when the daemon ends or the caller closes it."""
         request = build.watch_batch(min_interval_s)
         self._fleet.only()
-        call = self._admin.WatchBatch.at(0)(request, metadata=self._fleet.metadata)
+        call = self._admin.WatchBatch.at(0)(request, metadata=self._metadata)
         try:
             async for response in call:
                 yield convert.snapshot(response.snapshot)

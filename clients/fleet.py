@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 from batond.clients.errors import InvalidRequestError
-from batond.clients.transport import ClientTLS, Connection, connection
+from batond.clients.transport import ClientTLS, Connection, bearer, connection, is_local
 from batond.clients.trip import Rota, Trip, model_of
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class Fleet:
         self._secrets = {"token": token, "tls": tls, "allow_plaintext_token": allow_plaintext_token}
         self._names = names
         self._ways = [self._way(name) for name in names]
+        self._private = bool(tls or allow_plaintext_token or all(is_local(way.target) for way in self._ways))
         self._channels: dict[int, Any] = {}
         self._follows = follow_routing
         self._lock = threading.Lock()
@@ -100,6 +101,19 @@ class Fleet:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What every call carries."""
         return self._ways[0].metadata
+
+    def bearer(self, token: str | None) -> tuple[tuple[str, str], ...]:
+        """Gives what a call carries in the name of another tenant.
+
+        Raises:
+            ValueError: No header can carry the token, or it would cross a network in plain text.
+        """
+        if token is not None and not self._private:
+            raise ValueError(
+                "a token would cross a network in plain text: make the client with tls=ClientTLS(...), or "
+                "allow_plaintext_token=True if the way there is protected otherwise"
+            )
+        return bearer(token)
 
     def trip(self, policy: RetryPolicy, attempts: int | None = None, request: object = None) -> Trip:
         """Begins a call."""

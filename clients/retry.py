@@ -22,12 +22,15 @@ class RetryPolicy:
             daemon that was restarted loads its model first, and the work done is worth waiting for.
         base_s: Longest wait before the second attempt; doubles with every further one.
         cap_s: Longest wait between two attempts.
+        wait_for_quota: Wait where a quota or the queue is full and the daemon says when to try again; if not,
+            the caller is told at once.
     """
 
     attempts: int = 5
     stream_attempts: int = 20
     base_s: float = 0.1
     cap_s: float = 5.0
+    wait_for_quota: bool = True
 
 
 class Backoff:
@@ -59,7 +62,9 @@ class Backoff:
         only if the daemon says when: without that word it may be a limit that no waiting lifts.
         """
         retryable = isinstance(error, UnavailableError) or (
-            isinstance(error, ExhaustedError) and error.retry_after_s is not None
+            isinstance(error, ExhaustedError)
+            and error.retry_after_s is not None
+            and self._policy.wait_for_quota
         )
         if not retryable or self._made >= self._attempts:
             return None

@@ -97,23 +97,31 @@ def connection(
         target = f"unix://{target}"
     elif "/" in target and ":" not in target:  # Neither scheme nor port: a relative path.
         target = f"unix:{target}"
-    local = _is_local(target)
-    metadata: tuple[tuple[str, str], ...] = ()
-    if token is not None:
-        if not (token.isascii() and token.isprintable()) or not token or " " in token:
-            raise ValueError("the token must be printable ASCII without spaces; is there a line break in it?")
-        if tls is None and not local and not allow_plaintext_token:
-            raise ValueError(
-                f"the token would go to {target} in plain text; give tls=ClientTLS(...), or "
-                "allow_plaintext_token=True if the way there is protected otherwise"
-            )
-        metadata = (("authorization", f"Bearer {token}"),)
+    metadata = bearer(token)
+    if metadata and not (tls or allow_plaintext_token or is_local(target)):
+        raise ValueError(
+            f"the token would go to {target} in plain text; give tls=ClientTLS(...), or "
+            "allow_plaintext_token=True if the way there is protected otherwise"
+        )
     credentials = None
     if tls is not None:
         credentials = grpc.ssl_channel_credentials(tls.root_ca, tls.key, tls.certificate)
     return Connection(
         target=target, credentials=credentials, options=_options(target, tls), metadata=metadata
     )
+
+
+def bearer(token: str | None) -> tuple[tuple[str, str], ...]:
+    """Gives the metadata that carries a tenant's token; None is none.
+
+    Raises:
+        ValueError: No header can carry it.
+    """
+    if token is None:
+        return ()
+    if not (token.isascii() and token.isprintable()) or not token or " " in token:
+        raise ValueError("the token must be printable ASCII without spaces; is there a line break in it?")
+    return (("authorization", f"Bearer {token}"),)
 
 
 def _options(target: str, tls: ClientTLS | None) -> tuple[tuple[str, str | int], ...]:
@@ -125,7 +133,7 @@ def _options(target: str, tls: ClientTLS | None) -> tuple[tuple[str, str | int],
         ("grpc.min_reconnect_backoff_ms", 1000),
         ("grpc.max_reconnect_backoff_ms", 2000),
         # A proxy of the environment can't reach a socket, and seldom the loopback.
-        *([("grpc.enable_http_proxy", 0)] if _is_local(target) else []),
+        *([("grpc.enable_http_proxy", 0)] if is_local(target) else []),
     ]
     if not target.startswith("unix:"):
         options += [
@@ -138,7 +146,7 @@ def _options(target: str, tls: ClientTLS | None) -> tuple[tuple[str, str | int],
     return tuple(options)
 
 
-def _is_local(target: str) -> bool:
+def is_local(target: str) -> bool:
     """Whether what is sent to `target` stays on this machine."""
     if target.startswith(("unix:", "unix-abstract:")):
         return True
