@@ -62,7 +62,7 @@ soak: $(STAMP) ## The slow tests at their full counts, ten minutes of kills, ten
 	@echo '== schedules'
 	@$(BIN)/python -m batond.bench soak --schedules $$(( $(SECONDS) * 5 )) --workers $(WORKERS)
 
-wheel-check: $(STAMP) ## Build the wheel, look into it, install it alone in an empty venv and start it
+wheel-check: $(STAMP) ## Build wheel and sdist, look into them, install the wheel alone in an empty venv and start it
 	@$(PYTEST) tests/packaging $(ARGS)
 
 # The variable silences the theme's word about its successor.

@@ -1,4 +1,4 @@
-"""Commands of `batond`: serve, check-config, hash-token, simulate."""
+"""Commands of `batond`: serve, check-config, hash-token, simulate, install-service."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from batond.daemon.simulator.command import simulate
 from batond.daemon.telemetry.logging import configure_logging
 from batond.offload.folder import check_spill_folder
 from batond.policies.registry import check_configured, load_policy
+from batond.systemd.command import install_service
 
 EXIT_CONFIG = 2
 TOKEN_BYTES = 32
@@ -206,6 +207,7 @@ def hash_token(
 
 
 app.command()(simulate)
+app.command("install-service")(install_service)
 
 
 def run() -> int:

@@ -1,17 +1,21 @@
-"""The wheel, built from tracked files and installed alone in an empty environment, is whole and starts."""
+"""Wheel and source distribution are whole and alike; the wheel, installed alone, is enough and starts."""
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from importlib import util
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -21,9 +25,12 @@ TOP_FOLDERS = {
     "daemon": Path("batond/daemon"),
     "offload": Path("batond/offload"),
     "policies": Path("batond/policies"),
+    "systemd": Path("batond/systemd"),
     "proto/batond/v1": Path("batond/v1"),
 }
-DATA_SUFFIXES = {".py", ".pyi", ".proto", ".lua", ".typed"}
+DATA_SUFFIXES = {".py", ".pyi", ".proto", ".lua", ".typed", ".service", ".conf", ".toml"}
+#: What concerns the repository alone; the links of .types serve the type checkers.
+NOT_IN_SDIST = {".ci", ".gitignore", ".types"}
 #: They need Triton, which comes with torch's CUDA build alone.
 FOR_CARDS = {
     f"batond.daemon.engine.batch.{name}"
@@ -57,17 +64,37 @@ def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | Non
     return result.stdout
 
 
+def build(source: Path, kind: str, out: Path) -> Path:
+    """Builds one distribution with the tools of this environment; gives its file."""
+    run(sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", out, source)
+    (built,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return built
+
+
 @pytest.fixture(scope="module")
-def wheel(root: Path, tracked: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the wheel from a copy of the tracked files, so that nothing untracked can slip in or help."""
+def source(root: Path, tracked: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copies the tracked files, so that nothing untracked can slip into a build or help it."""
     copy = tmp_path_factory.mktemp("source")
     for path in tracked:
         (copy / path.parent).mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / path, copy / path, follow_symlinks=False)
-    out = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, copy)
-    (built,) = out.glob("*.whl")
-    return built
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the wheel from the tracked files."""
+    return build(source, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the source distribution and unpacks it; gives the folder."""
+    out = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build(source, "sdist", out)) as archive:
+        archive.extractall(out, filter="data")
+    (folder,) = (path for path in out.iterdir() if path.is_dir())
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +135,74 @@ def test_wheel_holds_nothing_else(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"batond"}
     assert "batond/__init__.py" not in names
     assert {Path(name).suffix for name in names if name.startswith("batond/")} <= DATA_SUFFIXES
+
+
+def test_source_distribution_holds_what_git_tracks(tracked: list[Path], unpacked: Path) -> None:
+    inside = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
+    made = {path for path in inside if ".egg-info" in str(path) or path.name in {"PKG-INFO", "setup.cfg"}}
+    expected = {path for path in tracked if path.parts[0] not in NOT_IN_SDIST}
+    assert inside - made == expected
+
+
+def test_source_distribution_builds_the_same_wheel(
+    wheel: Path, unpacked: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Byte for byte: names, contents and metadata; the list of hashes says so for all files."""
+    other = build(unpacked, "wheel", tmp_path_factory.mktemp("again"))
+    assert other.name == wheel.name
+    assert contents(other) == contents(wheel)
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_extras_are_declared_and_name_each_other_rightly(root: Path, wheel: Path) -> None:
+    """`batond[dev]` and the like refer to extras that exist: pip only warns of one that does not."""
+    extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    metadata = next(
+        text.decode() for name, text in contents(wheel).items() if name.endswith(".dist-info/METADATA")
+    )
+    assert set(re.findall(r"^Provides-Extra: (\S+)$", metadata, flags=re.MULTILINE)) == set(extras)
+    named = {
+        extra
+        for needs in extras.values()
+        for need in needs
+        for inside in re.findall(r"^batond\[([^]]+)\]", need)
+        for extra in inside.split(",")
+    }
+    assert named
+    assert named <= set(extras)
+
+
+def test_what_is_pinned_fulfils_what_every_extra_asks_for(root: Path) -> None:
+    """The versions that the tests run with are within the ranges that users get."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = {}
+    for line in (root / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if "==" in line and not line.startswith("#"):
+            name, version = line.split("==")
+            pins[canonicalize_name(name)] = version
+    needs = [
+        Requirement(need)
+        for group in (project["dependencies"], *project["optional-dependencies"].values())
+        for need in group
+    ]
+    needs = [need for need in needs if need.name != "batond" and (not need.marker or need.marker.evaluate())]
+    assert len(needs) > 30
+    unpinned = {need.name for need in needs if canonicalize_name(need.name) not in pins}
+    assert unpinned <= {
+        "xgrammar"
+    }  # `structured` is no part of `dev`: it is large, and its tests ask for it.
+    wrong = [
+        str(need)
+        for need in needs
+        if need.name not in unpinned and pins[canonicalize_name(need.name)] not in need.specifier
+    ]
+    assert not wrong
 
 
 def test_entry_points_lead_into_the_wheel(root: Path, wheel: Path) -> None:
