@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from batond.clients import cli_output, cli_print
+from batond.clients import cli_complete, cli_output, cli_print
 from batond.clients.cli_input import JsonOption, open_client
 from batond.clients.tenants import TenantLimits
 
@@ -25,7 +25,11 @@ tenant_app = typer.Typer(
 )
 policy_app = typer.Typer(name="policy", help="Show and exchange the scheduling policy.", no_args_is_help=True)
 
-NameArgument = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")]
+NewNameArgument = Annotated[str, typer.Argument(metavar="TENANT", help="The tenant's name.")]
+NameArgument = Annotated[
+    str,
+    typer.Argument(metavar="TENANT", help="The tenant's name.", autocompletion=cli_complete.tenants),
+]
 WeightOption = Annotated[float, typer.Option(help="Share among tenants that compete.")]
 ClassesOption = Annotated[
     list[str] | None, typer.Option("--class", "-c", help="A class it may ask for; repeatable; none is all.")
@@ -50,7 +54,7 @@ AdminOption = Annotated[bool, typer.Option("--admin", help="It may use the admin
 @tenant_app.command("add")
 def add(
     ctx: typer.Context,
-    name: NameArgument,
+    name: NewNameArgument,
     *,
     weight: WeightOption = 1.0,
     sla_class: ClassesOption = None,
@@ -147,12 +151,20 @@ def show_policy(ctx: typer.Context, *, as_json: JsonOption = False) -> None:
 
 @policy_app.command("set")
 def set_policy(
-    ctx: typer.Context, policy: Annotated[str, typer.Argument(help="Name of a registered policy.")]
+    ctx: typer.Context,
+    policy: Annotated[
+        str, typer.Argument(help="Name of a registered policy.", autocompletion=cli_complete.policies)
+    ],
+    *,
+    as_json: JsonOption = False,
 ) -> None:
     """Exchange this daemon's policy until its restart; no query is lost."""
     with open_client(ctx) as client:
         before = client.set_policy(policy)
-    typer.echo(f"{policy} (was {before})")
+    if as_json:
+        typer.echo(cli_output.to_json({"policy": policy, "previous_policy": before}))
+    else:
+        typer.echo(f"{policy} (was {before})")
 
 
 def _limits(options: Mapping[str, Any]) -> TenantLimits:

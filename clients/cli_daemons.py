@@ -1,8 +1,8 @@
-"""The command of batonctl for the daemons of a queue."""
+"""The commands of batonctl for daemons: what one is, that it shall stop, and which there are."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -15,6 +15,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from batond.clients.daemons import DaemonInfo
+
+
+def drain(
+    ctx: typer.Context,
+    *,
+    drain_timeout_s: Annotated[
+        float | None,
+        typer.Option("--for", min=0.0, metavar="SECONDS", help="How long running jobs may take to finish."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell the daemon to take no more jobs, finish or hand back what it has, and stop."""
+    with open_client(ctx) as client:
+        running = client.drain(drain_timeout_s)
+    if as_json:
+        typer.echo(cli_output.to_json({"running_jobs": running}))
+    else:
+        typer.echo(f"draining; jobs in the engine: {running}")
+
+
+def info(ctx: typer.Context, *, as_json: JsonOption = False) -> None:
+    """Show what the daemon serves, and within which limits."""
+    with open_client(ctx) as client:
+        found = client.server_info()
+    if as_json:
+        typer.echo(cli_output.to_json(found))
+    else:
+        cli_print.table(cli_output.info_table(found))
 
 
 def daemons(ctx: typer.Context, *, as_json: JsonOption = False) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from batond.clients import cli_output, cli_print
+from batond.clients import cli_complete, cli_output, cli_print
 from batond.clients.cli_input import JsonOption, open_client
 from batond.clients.errors import NotFoundError
 
@@ -47,7 +47,14 @@ def list_dead(
 @dead_app.command("retry")
 def retry(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="ID", help="The entry's name, as `dead list` shows it.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="The entry's name, as `dead list` shows it.",
+            autocompletion=cli_complete.dead_jobs,
+        ),
+    ],
     *,
     as_json: JsonOption = False,
 ) -> None:
@@ -60,11 +67,17 @@ def retry(
 def drop(
     ctx: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="The entry's name, as `dead list` shows it.")
+        str | None,
+        typer.Argument(
+            metavar="[ID]",
+            help="The entry's name, as `dead list` shows it.",
+            autocompletion=cli_complete.dead_jobs,
+        ),
     ] = None,
     *,
     drop_all: Annotated[bool, typer.Option("--all", help="Drop all that are in the list now.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="With --all: don't ask.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Throw a dead job away, with what it has put out; or all of them."""
     if (name is None) is not drop_all:
@@ -72,26 +85,28 @@ def drop(
     with open_client(ctx) as client:
         if name is not None:
             client.drop_dead_job(name)
-            typer.echo(f"{name} dropped")
-        else:
-            _drop_all(client, ask=not yes)
+        dropped = [name] if name is not None else _drop_all(client, ask=not yes)
+    if as_json:
+        typer.echo(cli_output.to_json({"dropped": dropped}))
+    else:
+        typer.echo(f"{len(dropped) if name is None else name} dropped")
 
 
-def _drop_all(client: Client, *, ask: bool) -> None:
-    """Drops what is listed before anybody is asked: that alone was agreed to."""
+def _drop_all(client: Client, *, ask: bool) -> list[str]:
+    """Drops what is listed before anybody is asked: that alone was agreed to. Gives the names."""
     names = [one.name for one in client.dead_jobs(page_size=MOST_A_PAGE)]
     if names and ask:
         typer.confirm(
             f"Throw {len(names)} dead jobs away, with what they have put out?", abort=True, err=True
         )
-    dropped = 0
+    dropped = []
     for name in names:
         try:
             client.drop_dead_job(name)
         except NotFoundError:  # Somebody else was faster.
             continue
-        dropped += 1
-    typer.echo(f"{dropped} dropped")
+        dropped.append(name)
+    return dropped
 
 
 def _show(one: DeadJob) -> None:

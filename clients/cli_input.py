@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from batond.clients import cli_complete
+from batond.clients.aio import AsyncClient
 from batond.clients.client import Client
 from batond.clients.model import JobState
+from batond.clients.transport import ClientTLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from batond.clients.build import JobOptions
-    from batond.clients.transport import ClientTLS
+    from batond.clients.retry import RetryPolicy
 
 
 @dataclass(frozen=True)
@@ -30,24 +33,76 @@ class Settings:
     timeout_s: float
     allow_plaintext_token: bool
 
-    def client(self) -> Client:
-        """Makes the client; sends nothing yet."""
+    def client(self, retry: RetryPolicy | None = None) -> Client:
+        """Makes the client; sends nothing yet.
+
+        Raises:
+            ValueError: The token would cross a network in plain text, or no header can carry it.
+        """
         return Client(
-            [address.strip() for address in self.server.split(",")],
+            self._addresses,
             token=self.token,
             tls=self.tls,
             timeout_s=self.timeout_s,
             allow_plaintext_token=self.allow_plaintext_token,
+            retry=retry,
         )
+
+    def async_client(self, retry: RetryPolicy | None = None) -> AsyncClient:
+        """The same for asyncio."""
+        return AsyncClient(
+            self._addresses,
+            token=self.token,
+            tls=self.tls,
+            timeout_s=self.timeout_s,
+            allow_plaintext_token=self.allow_plaintext_token,
+            retry=retry,
+        )
+
+    @property
+    def _addresses(self) -> list[str]:
+        return [address.strip() for address in self.server.split(",")]
+
+
+def settings_of(
+    ctx: typer.Context,
+    *,
+    server: str,
+    token: str | None,
+    token_file: Path | None,
+    root_ca: Path | None,
+    certificate: Path | None,
+    key: Path | None,
+    tls: bool,
+    timeout_s: float,
+    allow_plaintext_token: bool,
+) -> Settings:
+    """Puts together what the options before the command say.
+
+    Raises:
+        OSError: A file can't be read.
+        ValueError: Half a key pair, or a token that is not UTF-8.
+    """
+    token = chosen_token(ctx, token, token_file)
+    secure = tls or root_ca is not None or certificate is not None or key is not None
+    return Settings(
+        server=server,
+        token=token or None,
+        tls=ClientTLS.from_files(root_ca, certificate, key) if secure else None,
+        timeout_s=timeout_s,
+        allow_plaintext_token=allow_plaintext_token,
+    )
 
 
 TokenOption = Annotated[
-    str | None, typer.Option(envvar="BATOND_TOKEN", help="Your token; goes before --token-file.")
+    str | None,
+    typer.Option(envvar="BATOND_TOKEN", metavar="TOKEN", help="Your token; goes before --token-file."),
 ]
 TokenFileOption = Annotated[
     Path | None,
     typer.Option(
         envvar="BATOND_TOKEN_FILE",
+        metavar="FILE",
         help="File that holds your token; as an option it goes before BATOND_TOKEN, as a variable after it.",
     ),
 ]
@@ -58,7 +113,9 @@ VerboseOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, one value a line.")]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
+JobArgument = Annotated[
+    str, typer.Argument(metavar="JOB", help="The job's id.", autocompletion=cli_complete.job_ids)
+]
 TenantOption = Annotated[str, typer.Option(help="Whose job it is; your own tenant if left out.")]
 PromptArgument = Annotated[
     str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; '-' reads standard input.")
@@ -72,7 +129,12 @@ ChatOption = Annotated[
 TokenIdsOption = Annotated[
     str | None, typer.Option(help="Token ids instead of a prompt, separated by commas.")
 ]
-ClassOption = Annotated[str | None, typer.Option("--class", "-c", help="Class of service; see `info`.")]
+ClassOption = Annotated[
+    str | None,
+    typer.Option(
+        "--class", "-c", help="Class of service; see `info`.", autocompletion=cli_complete.sla_classes
+    ),
+]
 ModelOption = Annotated[str | None, typer.Option(help="The model; the one served if left out.")]
 MaxTokensOption = Annotated[int | None, typer.Option("--max-tokens", "-n", help="Most tokens to emit.")]
 TemperatureOption = Annotated[float | None, typer.Option(help="0 is greedy.")]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,14 +57,49 @@ def error_line(error: errors.BatondClientError) -> str:
 
 def usage_line(error: Exception) -> str:
     """Puts an error of usage into one line."""
+    return f"{_usage(error)} (see batonctl --help)"
+
+
+def error_object(error: Exception) -> dict[str, Any]:
+    """Gives an error as `--json` has it on standard error, and `bulk` beside a line's job; docs/batonctl.md.
+
+    Args:
+        error: One of the clients', or else one of usage.
+    """
+    if not isinstance(error, errors.BatondClientError):
+        known = errors.BatondClientError(_usage(error))
+        return _error("usage", known, "see batonctl --help", EXIT_USAGE)
+    return _error(error_kind(type(error)), error, error.hint, exit_code(error))
+
+
+def error_kind(kind: type[errors.BatondClientError]) -> str:
+    """Names a class of errors as JSON has it: `NotFoundError` is "not_found"."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__.removesuffix("Error")).lower()
+
+
+def _error(kind: str, error: errors.BatondClientError, hint: str, code: int) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "message": error.message,
+        "hint": hint,
+        "reason": error.reason,
+        "status": error.code.name if error.code is not None else "",
+        "details": error.details,
+        "fields": error.fields,
+        "retry_after_s": error.retry_after_s,
+        "exit_code": code,
+    }
+
+
+def _usage(error: Exception) -> str:
     # format_message names the option; not every exception that may come here has it.
     format_message = getattr(error, "format_message", lambda: str(error))
-    return f"{' '.join(format_message().split())} (see batonctl --help)"
+    return " ".join(format_message().split())
 
 
 def to_json(value: object) -> str:
-    """Gives one line of JSON; an event says in "event" what it is."""
-    return json.dumps(_plain(value), ensure_ascii=False)
+    """Gives one line of JSON; an event says in "event" what it is. JSON knows no infinity: it is null."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
 
 
 def event_line(event: Event) -> str:
@@ -216,8 +254,10 @@ def _plain(value: object) -> Any:
         return {"event": type(value).__name__.lower(), **plain} if isinstance(value, Event) else plain
     if isinstance(value, datetime):
         return value.isoformat()
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value

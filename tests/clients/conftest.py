@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import io
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import grpc
 import pytest
@@ -15,7 +17,7 @@ from google.protobuf import duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from batond.clients import AsyncClient, AsyncJobStream, Client, RetryPolicy
+from batond.clients import AsyncClient, AsyncJobStream, Client, RetryPolicy, cli
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc, types_pb2
 
 IMPATIENT = RetryPolicy(attempts=4, stream_attempts=6, base_s=0.001, cap_s=0.01)
@@ -457,6 +459,38 @@ def daemon() -> Iterator[FakeDaemon]:
     yield fake
     fake.ended.set()
     fake.stop()
+
+
+class Result(NamedTuple):
+    """What one run of batonctl left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def batonctl(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Result]:
+    """Runs batonctl in this process, against the daemon that fails on cue."""
+    for name in ("BATOND_TOKEN", "BATOND_TOKEN_FILE", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("BATOND_SERVER", daemon.target)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: str, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "argv", ["batonctl", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = cli.run()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        errors = [line for line in captured.err.splitlines() if not line.startswith("-- ")]
+        assert len(errors) <= 1, captured.err
+        assert not captured.err or captured.err.endswith("\n")
+        return Result(code, captured.out, captured.err)
+
+    return run
 
 
 @pytest.fixture(params=[Client, Blocking], ids=["sync", "async"])

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,61 +24,27 @@ from batond.clients import (
     QueryState,
     RowSnapshot,
     batch_view,
-    cli,
     cli_output,
 )
 from batond.v1 import admin_pb2, types_pb2
 
 
-@dataclass
-class Result:
-    """What one run left behind."""
-
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def batonctl(
-    daemon: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Result]:
-    """Runs batonctl in this process, against the daemon that fails on cue."""
-    for name in ("BATOND_TOKEN", "BATOND_TOKEN_FILE", "NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("BATOND_SERVER", daemon.target)
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def run(*arguments: str, stdin: str = "") -> Result:
-        monkeypatch.setattr(sys, "argv", ["batonctl", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code = cli.run()
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        errors = [line for line in captured.err.splitlines() if not line.startswith("-- ")]
-        assert len(errors) <= 1, captured.err
-        assert not captured.err or captured.err.endswith("\n")
-        return Result(code, captured.out, captured.err)
-
-    return run
-
-
-def test_submit_prints_the_id(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_submit_prints_the_id(daemon: Any, batonctl: Callable[..., Any]) -> None:
     result = batonctl("submit", "hello", "--id", "mine", "-c", "batch", "-n", "4", "--label", "run=7=a")
-    assert result == Result(0, "mine\n", "")
+    assert result == (0, "mine\n", "")
     spec = daemon.calls[0][1].spec
     assert (spec.text.text, spec.sla_class, spec.sampling.max_tokens) == ("hello", "batch", 4)
     assert dict(spec.labels) == {"run": "7=a"}
 
 
-def test_options_left_out_stay_unset(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_options_left_out_stay_unset(daemon: Any, batonctl: Callable[..., Any]) -> None:
     batonctl("submit", "hello")
     spec = daemon.calls[0][1].spec
     assert not spec.HasField("sampling")
     assert spec == types_pb2.JobSpec(text=types_pb2.TextInput(text="hello"))
 
 
-def test_several_choices_and_their_numbers(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_several_choices_and_their_numbers(daemon: Any, batonctl: Callable[..., Any]) -> None:
     daemon.final.choices.add(index=0, text="one")
     daemon.final.choices.add(index=1, text="[other]")
     number = daemon.final.choices[1].logprobs.add(token_id=7, logprob=-0.25)
@@ -98,7 +63,7 @@ def test_several_choices_and_their_numbers(daemon: Any, batonctl: Callable[..., 
     assert "[other]" in shown
 
 
-def test_zero_is_not_left_out(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_zero_is_not_left_out(daemon: Any, batonctl: Callable[..., Any]) -> None:
     """Q1: what is wrong reaches the daemon, which says what is wrong."""
     batonctl("submit", "hello", "--max-tokens", "0", "--temperature", "0", "--seed", "0")
     sampling = daemon.calls[0][1].spec.sampling
@@ -106,7 +71,7 @@ def test_zero_is_not_left_out(daemon: Any, batonctl: Callable[..., Result]) -> N
         assert sampling.HasField(name)
 
 
-def test_input_in_every_form(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_input_in_every_form(daemon: Any, batonctl: Callable[..., Any]) -> None:
     batonctl("submit", "-", stdin="from a pipe")
     batonctl("submit", "--token-ids", "5,17,3")
     batonctl("submit", "hi", "--chat")
@@ -120,13 +85,13 @@ def test_input_in_every_form(daemon: Any, batonctl: Callable[..., Result]) -> No
     assert specs[3].sampling.ignore_eos
 
 
-def test_generate_streams_the_text(batonctl: Callable[..., Result], chunks: Any) -> None:
+def test_generate_streams_the_text(batonctl: Callable[..., Any], chunks: Any) -> None:
     text = "".join(text for _, text in chunks)
-    assert batonctl("generate", "hello") == Result(0, text + "\n", "")
+    assert batonctl("generate", "hello") == (0, text + "\n", "")
 
 
 def test_what_happens_to_the_place_is_said_beside_the_text(
-    daemon: Any, batonctl: Callable[..., Result], chunks: Any
+    daemon: Any, batonctl: Callable[..., Any], chunks: Any
 ) -> None:
     """A reason that is newer than the client is shown as it is."""
     text = "".join(text for _, text in chunks)
@@ -148,7 +113,7 @@ def test_what_happens_to_the_place_is_said_beside_the_text(
     ]
 
 
-def test_generate_as_json(batonctl: Callable[..., Result], chunks: Any) -> None:
+def test_generate_as_json(batonctl: Callable[..., Any], chunks: Any) -> None:
     events = [json.loads(line) for line in batonctl("generate", "hello", "--json").out.splitlines()]
     assert events[0]["event"] == "queued"
     assert events[-1]["event"] == "finished"
@@ -156,7 +121,7 @@ def test_generate_as_json(batonctl: Callable[..., Result], chunks: Any) -> None:
     assert [event["text"] for event in events if event["event"] == "chunk"] == [text for _, text in chunks]
 
 
-def test_watch_get_wait(daemon: Any, batonctl: Callable[..., Result], chunks: Any) -> None:
+def test_watch_get_wait(daemon: Any, batonctl: Callable[..., Any], chunks: Any) -> None:
     text = "".join(text for _, text in chunks)
     batonctl("submit", "hello", "--id", "j")
     assert batonctl("watch", "j").out == text + "\n"
@@ -169,7 +134,7 @@ def test_watch_get_wait(daemon: Any, batonctl: Callable[..., Result], chunks: An
     assert json.loads(batonctl("submit", "x", "--wait", "--json").out)["output_tokens"] == 7
 
 
-def test_list(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_list(daemon: Any, batonctl: Callable[..., Any]) -> None:
     for number in range(4):
         batonctl("submit", "[red]x", "--id", f"j[b]{number}")
     listed = batonctl("list").out.splitlines()
@@ -180,7 +145,7 @@ def test_list(daemon: Any, batonctl: Callable[..., Result]) -> None:
     assert list(daemon.calls[-1][1].states) == [types_pb2.JOB_STATE_QUEUED, types_pb2.JOB_STATE_PARKED]
 
 
-def test_ids_are_never_cut(batonctl: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_are_never_cut(batonctl: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Other commands take the ids: they are whole on a narrow terminal, and in a pipe everything is."""
     job_id = "88f87eb8-ae0a-4358-9ec5-18043a93d92f"
     batonctl("submit", "x", "--id", job_id, "-c", "interactive")
@@ -194,7 +159,7 @@ def test_ids_are_never_cut(batonctl: Callable[..., Result], monkeypatch: pytest.
     "command", ["list", "get j", "info", "daemons", "tenant list", "top --snapshots 1"], ids=str.split
 )
 def test_no_line_of_a_table_in_a_pipe_ends_in_blanks(
-    daemon: Any, batonctl: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, command: str
+    daemon: Any, batonctl: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     """Nor is it as wide as the edge that a pipe doesn't have."""
     batonctl("submit", "x", "--id", "j")
@@ -207,7 +172,7 @@ def test_no_line_of_a_table_in_a_pipe_ends_in_blanks(
     assert max(map(len, lines)) < 200
 
 
-def test_steering(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_steering(daemon: Any, batonctl: Callable[..., Any]) -> None:
     batonctl("submit", "x", "--id", "j")
     assert batonctl("park", "j", "--tenant", "t0").out == "j parked\n"
     assert daemon.calls[-1][1].tenant == "t0"
@@ -217,14 +182,14 @@ def test_steering(daemon: Any, batonctl: Callable[..., Result]) -> None:
     assert daemon.calls[-1][1].timeout.seconds == 2
 
 
-def test_info(batonctl: Callable[..., Result]) -> None:
+def test_info(batonctl: Callable[..., Any]) -> None:
     shown = batonctl("info").out
     for part in ("0.1.0", "ready", "tiny", "64 tokens", "interactive (never parked), batch", "torch 2.11"):
         assert part in shown
     assert json.loads(batonctl("info", "--json").out)["max_query_tokens"] == 64
 
 
-def test_top(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_top(daemon: Any, batonctl: Callable[..., Any]) -> None:
     row = admin_pb2.RowSnapshot(row=0, job_id="long", tenant="t0", sla_class="batch", output_tokens=5)
     daemon.snapshots = [admin_pb2.BatchSnapshot(step=7, rows=[row])] * 5
     shown = batonctl("top", "--snapshots", "2").out
@@ -250,7 +215,7 @@ def test_top(daemon: Any, batonctl: Callable[..., Result]) -> None:
     ],
 )
 def test_errors_are_one_line_and_a_code(
-    daemon: Any, batonctl: Callable[..., Result], fault: Any, code: grpc.StatusCode, expected: int
+    daemon: Any, batonctl: Callable[..., Any], fault: Any, code: grpc.StatusCode, expected: int
 ) -> None:
     daemon.faults["GetJob"] = [fault(code, message="two\nlines", reason="WHY", fields={"a.b": "too long"})]
     result = batonctl("get", "j")
@@ -261,7 +226,7 @@ def test_errors_are_one_line_and_a_code(
     assert "[WHY]" in result.err
 
 
-def test_nobody_there(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_nobody_there(daemon: Any, batonctl: Callable[..., Any]) -> None:
     daemon.stop()
     result = batonctl("info")
     assert result.code == 7
@@ -273,7 +238,7 @@ def test_nobody_there(daemon: Any, batonctl: Callable[..., Result]) -> None:
     [(types_pb2.JOB_STATE_FAILED, "failed: too large"), (types_pb2.JOB_STATE_CANCELLED, "was cancelled")],
 )
 def test_a_job_that_does_not_succeed(
-    daemon: Any, batonctl: Callable[..., Result], state: types_pb2.JobState, word: str
+    daemon: Any, batonctl: Callable[..., Any], state: types_pb2.JobState, word: str
 ) -> None:
     error = types_pb2.JobError(code=8, reason="KV_BYTES", message="too large")
     daemon.final = types_pb2.Job(state=state, text="half", error=error)
@@ -299,7 +264,7 @@ def test_a_job_that_does_not_succeed(
         ["--key", "/dev/null", "info"],
     ],
 )
-def test_wrong_usage(daemon: Any, batonctl: Callable[..., Result], arguments: list[str]) -> None:
+def test_wrong_usage(daemon: Any, batonctl: Callable[..., Any], arguments: list[str]) -> None:
     result = batonctl(*arguments)
     assert result.code == 2
     assert result.err.startswith("batonctl: ")
@@ -307,7 +272,7 @@ def test_wrong_usage(daemon: Any, batonctl: Callable[..., Result], arguments: li
 
 
 def test_the_token_comes_from_option_environment_or_file(
-    daemon: Any, batonctl: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    daemon: Any, batonctl: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def sent(*arguments: str) -> object:
         assert batonctl(*arguments, "info").code == 0
@@ -327,7 +292,7 @@ def test_the_token_comes_from_option_environment_or_file(
     assert sent("--token-file", str(other), "--token", "from-option") == "Bearer from-option"
 
 
-def test_help_tells_exit_codes_and_where_the_token_comes_from(batonctl: Callable[..., Result]) -> None:
+def test_help_tells_exit_codes_and_where_the_token_comes_from(batonctl: Callable[..., Any]) -> None:
     """A script's author finds what the codes mean without reading the source."""
     result = batonctl("--help")
     assert result.code == 0
@@ -484,7 +449,7 @@ def test_many_queries_are_counted_and_narrow_terminals_survive() -> None:
     assert draw(BatchSnapshot(step=0))
 
 
-def test_a_token_is_alone_on_standard_output(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_a_token_is_alone_on_standard_output(daemon: Any, batonctl: Callable[..., Any]) -> None:
     asked = ("--highest-class", "standard", "--max-queued", "3", "--weight", "2", "--lower-class")
     result = batonctl("tenant", "add", "red", *asked, "--certificate", "red.example")
     assert (result.code, result.out) == (0, "n3w-t0ken\n")
@@ -498,16 +463,14 @@ def test_a_token_is_alone_on_standard_output(daemon: Any, batonctl: Callable[...
     assert json.loads(batonctl("tenant", "rotate", "red", "--json").out)["token"] == "r0tated"
 
 
-def test_jobs_of_a_disabled_tenant_are_cancelled_on_demand(
-    daemon: Any, batonctl: Callable[..., Result]
-) -> None:
+def test_jobs_of_a_disabled_tenant_are_cancelled_on_demand(daemon: Any, batonctl: Callable[..., Any]) -> None:
     batonctl("tenant", "add", "red")
     for options, cancelled in (((), False), (("--cancel",), True)):
         assert batonctl("tenant", "disable", "red", *options).code == 0
         assert daemon.calls[-1][1].cancel_jobs is cancelled
 
 
-def test_tenants_are_changed_and_listed(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_tenants_are_changed_and_listed(daemon: Any, batonctl: Callable[..., Any]) -> None:
     batonctl("tenant", "add", "red", "-c", "batch", "--admin")
     assert "disabled" in batonctl("tenant", "disable", "red").out
     assert "enabled" in batonctl("tenant", "enable", "red").out
@@ -519,17 +482,17 @@ def test_tenants_are_changed_and_listed(daemon: Any, batonctl: Callable[..., Res
     assert json.loads(batonctl("tenant", "list", "--json").out)["limits"]["max_running"] == 4
 
 
-def test_policies_are_shown_and_set(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_policies_are_shown_and_set(daemon: Any, batonctl: Callable[..., Any]) -> None:
     assert batonctl("policy", "show").out == "* fair\n  fcfs\n"
     assert batonctl("policy", "set", "fcfs").out == "fcfs (was fair)\n"
     assert daemon.calls[-1][1].policy == "fcfs"
 
 
-def test_time_limits_and_updates(daemon: Any, batonctl: Callable[..., Result]) -> None:
+def test_time_limits_and_updates(daemon: Any, batonctl: Callable[..., Any]) -> None:
     batonctl("submit", "x", "--id", "j", "--time-limit", "2.5")
     assert daemon.calls[-1][1].spec.timeout.ToMilliseconds() == 2500
     result = batonctl("update", "j", "-c", "batch", "--deadline", "2030-01-31T12:00:00+0100")
-    assert result == Result(0, "j queued\n", "")
+    assert result == (0, "j queued\n", "")
     request = daemon.calls[-1][1]
     assert (request.sla_class, request.deadline.ToJsonString()) == ("batch", "2030-01-31T11:00:00Z")
     assert batonctl("update", "j", "--deadline", "2030-01-31").code == 2
