@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
     from typer import Typer
 
-FOLDERS = "bench|clients|daemon|docs|offload|policies|proto|systemd|tests"
+FOLDERS = "bench|clients|daemon|deploy|docs|offload|policies|proto|systemd|tests"
 #: Counters that the engine adds to its snapshot under a name put together at run time.
 ENDS = {f"queries_{state}" for state in (QueryState.FINISHED, QueryState.CANCELLED, QueryState.FAILED)}
 
