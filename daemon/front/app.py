@@ -101,7 +101,7 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
             if embedded is not None:
                 front.metrics.embedded_restarts.set_function(lambda: embedded.restarts)
             listener.dispatcher = front.dispatcher
-            front.metrics.engine_up.set(1)
+            front.metrics.engine_ready(ready)
             await Life(settings, front, notifier, addresses).run(stop, reload, engine)
         notifier.stopping("stopped")
     _log.info("stopped")

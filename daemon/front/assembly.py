@@ -82,6 +82,7 @@ class Assembly:
             settings.tenants, settings.sla_classes, required=settings.server.require_credentials
         )
         self.metrics = Metrics(list(identities.tenants), most_tenants=settings.server.metrics_tenants)
+        self.metrics.describe(settings.sla_classes, max_queued=settings.queue.max_queued)
         self._calls = Calls(by_credentials(identities), self.metrics)
         self.book = TenantBook(
             clients.tenants, identities, settings.sla_classes, on_change=self._tenants_changed

@@ -321,7 +321,7 @@ class Dispatcher:
 
     def engine_up(self, ready: Ready) -> None:
         """Give the engine the jobs that are held: it has none of them."""
-        self._metrics.engine_up.set(1)
+        self._metrics.engine_ready(ready)
         self._desk.engine_up(ready)
         self._trials.engine_up()
         self._claims.wake()

@@ -101,10 +101,12 @@ class Figures:
 
     def counted(self, held: Iterable[HeldJob], counts: Counts) -> None:
         """The queue was counted: show how many wait or are dead, and whose wait is the longest, by class."""
-        self._metrics.queued_jobs.set(sum(counts.queued.values()))
         self._metrics.dead_jobs.set(counts.dead)
         self._find_strange(counts)
-        now_s, ages_s = time.monotonic(), dict.fromkeys((*self._classes, *self._strange), 0.0)
+        shown = (*self._classes, *self._strange)
+        for sla_class in shown:
+            self._metrics.queued_jobs.labels(sla_class).set(counts.queued.get(sla_class, 0))
+        now_s, ages_s = time.monotonic(), dict.fromkeys(shown, 0.0)
         for sla_class, wait_ms in counts.oldest_wait_ms.items():
             if sla_class in ages_s:
                 ages_s[sla_class] = wait_ms / 1000

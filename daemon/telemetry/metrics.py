@@ -1,24 +1,33 @@
-"""Prometheus metrics of the front, and those of the engine that its snapshots carry.
+"""Prometheus metrics of the front. Those of the engine are in engine_metrics.py; docs/metrics.md has all.
 
 Labels are bounded: classes, tenants and causes come from the configuration or from code, never from requests.
 """
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    start_http_server,
+)
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from batond.daemon.wire.messages import GovernorState, QueryState
+from batond.daemon.telemetry.engine_metrics import EngineCollector
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from prometheus_client import Metric
 
-    from batond.daemon.wire.messages import MemorySnapshot, Snapshot
+    from batond.daemon.wire.messages import Ready
+    from batond.policies.classes import SlaClasses
 
 MOST_TENANTS: Final = 50
 OTHER_TENANT: Final = "other"
@@ -59,6 +68,29 @@ _WAIT_BUCKETS_S: Final = (
     1800.0,
     float("inf"),
 )
+
+
+class WatchedCounter(Collector):
+    """A counter that somebody else keeps.
+
+    Args:
+        name: Without `_total`.
+        text: What is counted.
+        registry: Where it is shown.
+    """
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._name, self._text = name, text
+        self._count: Callable[[], float] = lambda: 0.0
+        registry.register(self)
+
+    def set_function(self, count: Callable[[], float]) -> None:
+        """Ask for the count there from now on; it must never fall."""
+        self._count = count
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counter."""
+        yield CounterMetricFamily(self._name, self._text, self._count())
 
 
 class Metrics:
@@ -144,14 +176,14 @@ class Metrics:
         )
         self.engine_up = Gauge("batond_engine_up", "1 while the engine takes queries.", registry=registry)
         self.redis_up = Gauge("batond_redis_up", "1 while Redis answers.", registry=registry)
-        self.queued_jobs = Gauge("batond_queued_jobs", "Jobs waiting in Redis.", registry=registry)
+        self.queued_jobs = Gauge(
+            "batond_queued_jobs", "Jobs waiting in Redis.", ("sla_class",), registry=registry
+        )
         self.dead_jobs = Gauge("batond_dead_jobs", "Entries of the dead-letter list.", registry=registry)
         self.claimed_jobs = Gauge("batond_claimed_jobs", "Jobs this daemon holds.", registry=registry)
         self.unsaved_steps = Gauge("batond_unsaved_steps", "Steps not yet in Redis.", registry=registry)
-        self.embedded_restarts = Gauge(
-            "batond_embedded_redis_restarts",
-            "Times the private Redis died and was started again.",
-            registry=registry,
+        self.embedded_restarts = WatchedCounter(
+            "batond_embedded_redis_restarts", "Times the private Redis died and was started again.", registry
         )
         self.unsaved_bytes = Gauge(
             "batond_unsaved_bytes", "About what the steps not yet in Redis take; bounded.", registry=registry
@@ -163,8 +195,44 @@ class Metrics:
             "batond_engine_kills", "Engines that a job killed while it was alone in them.", registry=registry
         )
         self.open_streams = Gauge("batond_open_streams", "Streams to clients.", registry=registry)
+        self.queued_jobs_limit = Gauge(
+            "batond_queued_jobs_limit", "Jobs that may wait; more are refused.", registry=registry
+        )
+        self.ttft_target = Gauge(
+            "batond_ttft_target_seconds",
+            "Time to the first token that is aimed at.",
+            ("sla_class",),
+            registry=registry,
+        )
+        self.tpot_target = Gauge(
+            "batond_tpot_target_seconds",
+            "Time per output token that is aimed at.",
+            ("sla_class",),
+            registry=registry,
+        )
+        self.info = Gauge(
+            "batond_info",
+            "Always 1; the labels say what is served, and how.",
+            ("version", "model", "batch", "preemption"),
+            registry=registry,
+        )
         self.engine = EngineCollector()
         registry.register(self.engine)
+
+    def describe(self, classes: SlaClasses, *, max_queued: int) -> None:
+        """Show what the configuration aims at, for alerts and dashboards to compare with."""
+        self.queued_jobs_limit.set(max_queued)
+        for sla_class in classes:
+            self.ttft_target.labels(sla_class.name).set(sla_class.ttft_target_s)
+            self.tpot_target.labels(sla_class.name).set(sla_class.tpot_target_s)
+
+    def engine_ready(self, ready: Ready) -> None:
+        """An engine takes queries; say what it is."""
+        self.engine_up.set(1)
+        self.info.clear()
+        self.info.labels(
+            metadata.version("batond"), ready.model, ready.batch_kind, ready.preemption_mode
+        ).set(1)
 
     def know_tenants(self, names: Collection[str]) -> None:
         """Give tenants labels of their own, first come first served, as long as there are any left."""
@@ -182,6 +250,8 @@ class Metrics:
         Raises:
             OSError: The address is taken.
         """
+        # A second series for each counter and histogram, that nobody asks for.
+        disable_created_metrics()  # type: ignore[no-untyped-call] # it takes and gives nothing
         server, thread = start_http_server(port, host, self.registry)
 
         def close() -> None:
@@ -197,60 +267,3 @@ class Metrics:
         if self._close is not None:
             self._close()
             self._close = None
-
-
-class EngineCollector(Collector):
-    """Shows the engine's latest snapshot. Its counters restart with the engine, which Prometheus expects."""
-
-    def __init__(self) -> None:
-        self.snapshot: Snapshot | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the latest snapshot, if there was one."""
-        shot = self.snapshot
-        if shot is None:
-            return
-        busy = sum(1 for row in shot.rows if row.query_id)
-        yield GaugeMetricFamily("batond_rows", "Rows of the batch.", len(shot.rows))
-        yield GaugeMetricFamily("batond_rows_busy", "Rows with a query.", busy)
-        states = GaugeMetricFamily("batond_queries", "Queries without a row, by state.", labels=["state"])
-        for state in (QueryState.WAITING, QueryState.PREFILLING, QueryState.READY, QueryState.PARKED):
-            states.add_metric([state], sum(1 for query in shot.queries if query.state is state))
-        yield states
-        yield GaugeMetricFamily("batond_columns", "Length of the batch's time axis.", shot.columns)
-        yield GaugeMetricFamily("batond_host_pool_bytes", "Host RAM for parked KV.", shot.host_pool_bytes)
-        yield GaugeMetricFamily("batond_host_pool_used_bytes", "Used part of it.", shot.host_pool_used_bytes)
-        yield GaugeMetricFamily("batond_sessions", "Chat sessions with kept KV.", shot.sessions)
-        yield GaugeMetricFamily("batond_session_bytes", "Host RAM for their KV.", shot.session_bytes)
-        yield from _memory(shot.memory)
-        for name, value in sorted(shot.counters.items()):
-            yield CounterMetricFamily(
-                f"batond_engine_{name}", "Counted by the engine since its start.", value
-            )
-
-
-def _memory(memory: MemorySnapshot) -> Iterator[Metric]:
-    """Where KV lies, and what the governor makes of it."""
-    gauges = (
-        ("batond_kv_committed_bytes", "KV in pages of rows.", memory.committed_bytes),
-        ("batond_kv_pooled_bytes", "Pages of the batch that no row owns.", memory.pooled_bytes),
-        ("batond_kv_reserved_bytes", "What the batch could ever hold.", memory.reserved_bytes),
-        ("batond_kv_parked_bytes", "KV of parked queries in host RAM.", memory.parked_bytes),
-        ("batond_kv_spilled_bytes", "KV on disk.", memory.spilled_bytes),
-        ("batond_row_limit", "Rows that may be used.", memory.row_limit),
-    )
-    for name, text, value in gauges:
-        yield GaugeMetricFamily(name, text, value)
-    if memory.kv_budget_bytes is not None:
-        text = "KV the batch may hold; absent without a bound."
-        yield GaugeMetricFamily("batond_kv_budget_bytes", text, memory.kv_budget_bytes)
-    states = GaugeMetricFamily("batond_governor", "What the memory governor does.", labels=["state"])
-    for state in GovernorState:
-        states.add_metric([state], memory.governor is state)
-    yield states
-    if memory.total_bytes:
-        sizes = GaugeMetricFamily("batond_memory_bytes", "Memory that the batch lives in.", labels=["part"])
-        sizes.add_metric(["total"], memory.total_bytes)
-        sizes.add_metric(["free"], memory.free_bytes)
-        sizes.add_metric(["own"], memory.own_bytes)
-        yield sizes

@@ -118,7 +118,7 @@ def _snapshot() -> Snapshot:
         host_pool_bytes=100,
         sessions=3,
         session_bytes=7,
-        counters={"parks": 1.0, "decode_steps": 4.0},
+        counters={"parks": 1.0, "parks_for_row": 1.0, "decode_steps": 4.0, "of_tomorrow": 2.0},
         memory=MemorySnapshot(
             committed_bytes=11,
             pooled_bytes=12,
@@ -156,7 +156,11 @@ def test_metrics_are_scraped_over_http() -> None:
         "batond_host_pool_used_bytes 10.0",
         "batond_sessions 3.0",
         "batond_session_bytes 7.0",
-        "batond_engine_parks_total 1.0",
+        'batond_engine_parks_total{cause="row"} 1.0',
+        'batond_engine_parks_total{cause="manual"} 0.0',
+        "batond_engine_resumes_total 0.0",
+        "batond_engine_of_tomorrow_total 2.0",
+        "batond_engine_decode_steps_total 4.0",
         "batond_kv_committed_bytes 11.0",
         "batond_kv_pooled_bytes 12.0",
         "batond_kv_reserved_bytes 13.0",
@@ -164,11 +168,11 @@ def test_metrics_are_scraped_over_http() -> None:
         "batond_kv_spilled_bytes 15.0",
         "batond_kv_budget_bytes 16.0",
         "batond_row_limit 1.0",
-        'batond_governor{state="shrinking"} 1.0',
-        'batond_governor{state="off"} 0.0',
-        'batond_memory_bytes{part="total"} 17.0',
-        'batond_memory_bytes{part="free"} 18.0',
-        'batond_memory_bytes{part="own"} 19.0',
+        'batond_governor_state{state="shrinking"} 1.0',
+        'batond_governor_state{state="off"} 0.0',
+        "batond_memory_size_bytes 17.0",
+        "batond_memory_free_bytes 18.0",
+        "batond_memory_own_bytes 19.0",
     ):
         assert line in text.splitlines()
     with pytest.raises(OSError, match="refused"):

@@ -8,25 +8,19 @@ import tomllib
 from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
-from prometheus_client.metrics import MetricWrapperBase
 from pydantic import BaseModel
 
 from batond.clients.cli import app as batonctl
 from batond.daemon.cli import app as batond
 from batond.daemon.config import Settings
 from batond.daemon.front.server import LIVENESS, READINESS, SATURATION
-from batond.daemon.telemetry.metrics import Metrics
-from batond.daemon.wire.messages import MemorySnapshot, QueryState, Snapshot
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from prometheus_client import Metric
     from typer import Typer
 
-FOLDERS = "bench|clients|daemon|deploy|docs|offload|policies|proto|systemd|tests"
-#: Counters that the engine adds to its snapshot under a name put together at run time.
-ENDS = {f"queries_{state}" for state in (QueryState.FINISHED, QueryState.CANCELLED, QueryState.FAILED)}
+FOLDERS = "bench|clients|daemon|deploy|docs|monitoring|offload|policies|proto|systemd|tests"
 
 
 def anchors(text: str) -> set[str]:
@@ -72,58 +66,6 @@ def test_every_decision_has_its_own_number(root: Path) -> None:
     assert numbers == [f"{number:04d}" for number in range(len(records))]
     for record in records:
         assert record.read_text(encoding="utf-8").startswith(f"# {record.name[:4]}: ")
-
-
-# -- metrics ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def metric_names(root: Path) -> set[str]:
-    """Names of all metrics, without the endings that Prometheus adds."""
-    counters = set(ENDS)
-    for file in (root / "daemon" / "engine").rglob("*.py"):
-        counters |= set(re.findall(r'counters\["(\w+)"\]', file.read_text(encoding="utf-8")))
-    snapshot_source = (root / "daemon" / "engine" / "local.py").read_text(encoding="utf-8")
-    counters |= set(re.findall(r'"(\w+)": stats\.\w+', snapshot_source))
-    metrics = Metrics()
-    metrics.engine.snapshot = Snapshot(
-        step=1,
-        rows=[],
-        queries=[],
-        columns=0,
-        host_pool_used_bytes=0,
-        host_pool_bytes=0,
-        counters=dict.fromkeys(counters, 0.0),
-        memory=MemorySnapshot(kv_budget_bytes=0, total_bytes=1),
-    )
-    families: list[Metric] = list(metrics.registry.collect())
-    return {family.name for family in families}
-
-
-def test_metrics_in_the_pages_exist_and_all_are_documented(
-    metric_names: set[str], spans: list[tuple[str, str]]
-) -> None:
-    named = {span for _, span in spans if re.fullmatch(r"batond_[a-z_]+", span)}
-    assert named == metric_names
-
-
-def test_labels_in_the_table_are_those_of_the_metrics(root: Path) -> None:
-    text = (root / "docs" / "operations.md").read_text(encoding="utf-8")
-    table = re.search(r"^\| metric \| labels \| .*?\n\n", text, flags=re.MULTILINE | re.DOTALL)
-    assert table
-    rows = [row.split("|")[1:3] for row in table[0].strip().splitlines()[2:]]
-    named = {
-        name: re.findall(r"`(\w+)`", labels)
-        for names, labels in rows
-        for name in re.findall(r"`(\w+)`", names)
-    }
-    real = {
-        one._name: list(one._labelnames)
-        for one in vars(Metrics()).values()
-        if isinstance(one, MetricWrapperBase)
-    }
-    assert len(real) > 15
-    assert {name: named.get(name) for name in real} == real
 
 
 # -- configuration ----------------------------------------------------------------------------------------
