@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File, InclusionLevel
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 #: Pages by the file of the repository that they are.
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 SOURCE = "source"
+_LEFT_OUT = {"__pycache__", "node_modules"}
 _FENCE = re.compile(r"^(```.*?^```)$", flags=re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
@@ -51,11 +52,12 @@ def _turned(link: re.Match[str], page: Page, config: MkDocsConfig, files: Files)
     here = beside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     # As the repository has it: pages made from other files have their links from there.
     target = posixpath.normpath(posixpath.join(posixpath.dirname(here), written))
-    if page.file.src_uri not in beside and files.get_file_from_path(target.removeprefix("docs/")):
+    on_site = _on_site(target, files)
+    if page.file.src_uri not in beside and on_site:
         return link[0]
     if target in PAGES:
         new = PAGES[target]
-    elif target.startswith("docs/") and files.get_file_from_path(target.removeprefix("docs/")):
+    elif on_site:
         new = target.removeprefix("docs/")
     elif (root / target).exists() and not target.startswith(".."):
         new = _copied(target, config, files)
@@ -63,6 +65,12 @@ def _turned(link: re.Match[str], page: Page, config: MkDocsConfig, files: Files)
         return link[0]
     relative = posixpath.relpath(new, posixpath.dirname(page.file.src_uri) or ".")
     return f"{link[1]}{relative}{link[3] or ''}{link[4]}"
+
+
+def _on_site(target: str, files: Files) -> bool:
+    """Whether a path of the repository is a page, or lies beside the pages."""
+    found = files.get_file_from_path(target.removeprefix("docs/")) if target.startswith("docs/") else None
+    return found is not None and found.inclusion.value > InclusionLevel.EXCLUDED.value
 
 
 def _copied(target: str, config: MkDocsConfig, files: Files) -> str:
@@ -73,7 +81,7 @@ def _copied(target: str, config: MkDocsConfig, files: Files) -> str:
     names = [
         path.relative_to(root).as_posix()
         for path in inside
-        if path.is_file() and not path.is_symlink() and "__pycache__" not in path.parts
+        if path.is_file() and not path.is_symlink() and not _LEFT_OUT.intersection(path.parts)
     ]
     for name in names:
         # As text, whatever the ending: browsers then show it, and no web server takes it for a script.
