@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from batond.bench.fake_engine import VOCAB_SIZE
+from batond.bench.fake_engine import VOCAB_SIZE, fake_text
 from batond.daemon.config_load import load_settings
 from batond.daemon.front.app import Parts, serve
 from batond.daemon.telemetry.logging import configure_logging
@@ -42,6 +42,10 @@ class FakeTokenizer:
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """See Tokenizer."""
         return self.encode_text("".join(f"{role}:{content}\n" for role, content in messages))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See Tokenizer."""
+        return fake_text([token_id]).encode()
 
 
 def _turn_clock(path: Path) -> None:

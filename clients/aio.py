@@ -231,6 +231,15 @@ class AsyncClient(AsyncAdminCalls):
         )
         return convert.job(response.job)
 
+    async def token_texts(self, token_ids: Sequence[int], *, model: str = "") -> tuple[bytes, ...]:
+        """Returns which bytes tokens stand for, each by itself: UTF-8, or a part of a character.
+
+        Raises:
+            InvalidRequestError: Too many, or one that the model does not have.
+        """
+        response = await self._call(self._jobs.GetTokenTexts, build.token_texts(token_ids, model))
+        return tuple(response.texts)
+
     # -- the daemon -----------------------------------------------------------------------------------------
 
     async def server_info(self) -> ServerInfo:

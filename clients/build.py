@@ -214,6 +214,14 @@ def watch(
     return message
 
 
+def token_texts(token_ids: Sequence[int], model: str) -> jobs_pb2.GetTokenTextsRequest:
+    """Makes the request for what tokens stand for."""
+    message = jobs_pb2.GetTokenTextsRequest()
+    _set(message, "token_ids", token_ids)
+    _set(message, "model", model)
+    return message
+
+
 def list_jobs(states: Iterable[JobState], page_size: int, page_token: str) -> jobs_pb2.ListJobsRequest:
     """Makes the request for one page of a listing."""
     message = jobs_pb2.ListJobsRequest()

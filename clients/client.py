@@ -225,6 +225,15 @@ class Client(AdminCalls):
         response = self._call(self._jobs.CancelJob, build.named(jobs_pb2.CancelJobRequest, job_id=job_id))
         return convert.job(response.job)
 
+    def token_texts(self, token_ids: Sequence[int], *, model: str = "") -> tuple[bytes, ...]:
+        """Returns which bytes tokens stand for, each by itself: UTF-8, or a part of a character.
+
+        Raises:
+            InvalidRequestError: Too many, or one that the model does not have.
+        """
+        response = self._call(self._jobs.GetTokenTexts, build.token_texts(token_ids, model))
+        return tuple(response.texts)
+
     # -- the daemon -----------------------------------------------------------------------------------------
 
     def server_info(self) -> ServerInfo:

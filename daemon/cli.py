@@ -1,4 +1,4 @@
-"""Commands of `batond`: serve, check-config, hash-token, simulate, install-service."""
+"""Commands of `batond`: serve, gateway, check-config, hash-token, simulate, install-service."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from batond.clients.cli_gateway import gateway
 from batond.daemon.config_load import (
     engine_settings,
     load_settings,
@@ -206,6 +207,7 @@ def hash_token(
     typer.echo(f"token_sha256  {hashlib.sha256(token.encode()).hexdigest()}")
 
 
+app.command()(gateway)
 app.command()(simulate)
 app.command("install-service")(install_service)
 

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
     from batond.clients.aio import AsyncClient
-    from batond.clients.gateway.settings import GatewaySettings
 
 #: W3C Trace Context, https://www.w3.org/TR/trace-context/#traceparent-header-field-values
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[ -~]{1,200})?")
 _SCHEME: Final = "bearer "
+#: Goes with every call: a daemon's administrators' socket, which asks for no credentials, refuses it.
+MARK: Final = ("batond-gateway", "1")
 
 
 class Doorkeeper:
@@ -23,11 +24,11 @@ class Doorkeeper:
 
     Args:
         client: The one whose connections all share.
-        settings: Say whether a token must be there.
+        needs_token: Whether a token must be there.
     """
 
-    def __init__(self, client: AsyncClient, settings: GatewaySettings) -> None:
-        self._client, self._needs_token = client, settings.needs_token
+    def __init__(self, client: AsyncClient, *, needs_token: bool) -> None:
+        self._client, self._needs_token = client, needs_token
 
     def calling(self, headers: Headers) -> AsyncClient:
         """The client of a request, by its headers.
@@ -39,7 +40,7 @@ class Doorkeeper:
         if token is None and self._needs_token:
             raise _unauthenticated("credentials are missing: send the header 'Authorization: Bearer <token>'")
         trace = headers.get("traceparent", "")
-        metadata = (("traceparent", trace),) if _TRACEPARENT.fullmatch(trace) else ()
+        metadata = (MARK, *((("traceparent", trace),) if _TRACEPARENT.fullmatch(trace) else ()))
         try:
             return self._client.calling(token, metadata)
         except ValueError as error:

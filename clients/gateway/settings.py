@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-#: Beside the daemon's own 7431.
-DEFAULT_LISTEN: Final = "127.0.0.1:8431"
 #: Empty is the tenant's own default class.
 DEFAULT_TIERS: Final = {"auto": "", "default": "standard", "flex": "batch", "priority": "interactive"}
 _LISTEN: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])?:(?P<port>\d{1,5})")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import grpc
 
-from batond.daemon.errors import BatondError, UnauthenticatedError
+from batond.daemon.errors import BatondError, PermissionDeniedError, UnauthenticatedError
 from batond.daemon.front import audit
 from batond.daemon.front.identity import require_admin
 from batond.daemon.front.local_admin import user_of_peer
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from batond.daemon.front.identity import Identities, LocalAdministrators, Tenant
     from batond.daemon.telemetry.metrics import Metrics
+
+#: Metadata that a gateway puts on each of its calls.
+GATEWAY_KEY: Final = "batond-gateway"
 
 _Answer = TypeVar("_Answer")
 
@@ -207,9 +210,14 @@ def by_credentials(identities: Identities) -> Callable[[Any], Tenant]:
 
 
 def by_user(administrators: LocalAdministrators) -> Callable[[Any], Tenant]:
-    """Which user of this host the administrators' socket says."""
+    """Which user of this host the administrators' socket says; no gateway, which calls for others."""
 
     def identify(context: Any) -> Tenant:
+        if any(key == GATEWAY_KEY for key, _ in context.invocation_metadata() or ()):
+            raise PermissionDeniedError(
+                "a gateway calls for others: point it at another address than the administrators' socket",
+                reason="NOT_FOR_GATEWAYS",
+            )
         return administrators.administrator(user_of_peer(context.peer()))
 
     return identify

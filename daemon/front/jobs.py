@@ -42,6 +42,7 @@ DEFAULT_PAGE = 100
 MOST_PAGE = 1000
 #: A cancelled job of this daemon is final within two steps; its answer waits that long at most.
 CANCEL_WAIT_S = 5.0
+FEW_TOKENS = 256
 
 
 class JobServicer(jobs_pb2_grpc.JobServiceServicer):
@@ -196,6 +197,21 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             return jobs_pb2.CancelJobResponse(job=await self._shown(record))
 
         return await self._calls.answer("CancelJob", context, handle)
+
+    async def GetTokenTexts(
+        self, request: jobs_pb2.GetTokenTextsRequest, context: Any
+    ) -> jobs_pb2.GetTokenTextsResponse:
+        """Say what tokens stand for."""
+
+        async def handle(_: Tenant) -> jobs_pb2.GetTokenTextsResponse:
+            read = self._reader.token_texts
+            # The largest call takes a tenth of a second.
+            few = len(request.token_ids) <= FEW_TOKENS
+            ids, model = request.token_ids, request.model
+            texts = read(ids, model) if few else await asyncio.to_thread(read, ids, model)
+            return jobs_pb2.GetTokenTextsResponse(texts=texts)
+
+        return await self._calls.answer("GetTokenTexts", context, handle)
 
     async def finish_tidying(self) -> None:
         """Wait for the cancels that closed streams left behind."""

@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from batond.daemon.errors import ConfigError, InvalidRequestError
+from batond.daemon.front.token_bytes import TokenBytes
 from batond.daemon.weights import pretrained_source
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class Tokenizer(Protocol):
             InvalidRequestError: The model has no chat template, or its template refuses this conversation.
         """
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for: text, part of a character, a special token's name; or nothing."""
+
 
 class ModelTokenizer:
     """A model's own tokenizer.
@@ -53,6 +57,7 @@ class ModelTokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._pieces = TokenBytes(self._backend)
         self._longest_token_chars = max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     @property
@@ -82,6 +87,10 @@ class ModelTokenizer:
                 field="spec.chat.messages",
             ) from error
         return self._encode(rendered, add_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See Tokenizer."""
+        return self._pieces.of(token_id)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # Of the library's calls only the batched ones let other threads run while they work.

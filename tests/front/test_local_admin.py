@@ -9,14 +9,18 @@ import socket
 import stat
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 import structlog.testing
 
-from batond.daemon.errors import ConfigError, UnauthenticatedError
+from batond.daemon.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from batond.daemon.front.calls import by_user
+from batond.daemon.front.identity import LocalAdministrators
 from batond.daemon.front.local_admin import AdminSocket, user_ids, user_of_peer
+from batond.policies.classes import SlaClasses
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -133,3 +137,11 @@ def test_users_by_name_and_number() -> None:
     assert user_ids(["root", "4711"]) == {0, 4711}
     with pytest.raises(ConfigError, match="no user 'nobody-knows'"):
         user_ids(["nobody-knows"])
+
+
+async def test_a_gateway_is_no_administrator() -> None:
+    """Whoever a gateway calls for would be one: the socket asks for no credentials."""
+    context = SimpleNamespace(invocation_metadata=lambda: (("batond-gateway", "1"),), peer=lambda: "unix:")
+    administrators = LocalAdministrators(SlaClasses())
+    with pytest.raises(PermissionDeniedError, match="another address"):
+        by_user(administrators)(context)

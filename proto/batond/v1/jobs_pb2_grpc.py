@@ -72,6 +72,11 @@ class JobServiceStub(object):
                 request_serializer=batond_dot_v1_dot_jobs__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=batond_dot_v1_dot_jobs__pb2.CancelJobResponse.FromString,
                 _registered_method=True)
+        self.GetTokenTexts = channel.unary_unary(
+                '/batond.v1.JobService/GetTokenTexts',
+                request_serializer=batond_dot_v1_dot_jobs__pb2.GetTokenTextsRequest.SerializeToString,
+                response_deserializer=batond_dot_v1_dot_jobs__pb2.GetTokenTextsResponse.FromString,
+                _registered_method=True)
 
 
 class JobServiceServicer(object):
@@ -131,6 +136,13 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenTexts(self, request, context):
+        """Says which bytes tokens of the model served stand for, each by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -168,6 +180,11 @@ def add_JobServiceServicer_to_server(servicer, server):
                     servicer.CancelJob,
                     request_deserializer=batond_dot_v1_dot_jobs__pb2.CancelJobRequest.FromString,
                     response_serializer=batond_dot_v1_dot_jobs__pb2.CancelJobResponse.SerializeToString,
+            ),
+            'GetTokenTexts': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenTexts,
+                    request_deserializer=batond_dot_v1_dot_jobs__pb2.GetTokenTextsRequest.FromString,
+                    response_serializer=batond_dot_v1_dot_jobs__pb2.GetTokenTextsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -362,6 +379,33 @@ class JobService(object):
             '/batond.v1.JobService/CancelJob',
             batond_dot_v1_dot_jobs__pb2.CancelJobRequest.SerializeToString,
             batond_dot_v1_dot_jobs__pb2.CancelJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenTexts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/batond.v1.JobService/GetTokenTexts',
+            batond_dot_v1_dot_jobs__pb2.GetTokenTextsRequest.SerializeToString,
+            batond_dot_v1_dot_jobs__pb2.GetTokenTextsResponse.FromString,
             options,
             channel_credentials,
             insecure,
