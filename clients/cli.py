@@ -11,6 +11,7 @@ import typer
 
 from batond.clients import (
     cli_admin,
+    cli_bulk,
     cli_complete,
     cli_daemons,
     cli_dead,
@@ -150,6 +151,7 @@ COMMANDS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
     JOBS: {
         "submit": cli_jobs.submit,
         "generate": cli_jobs.generate,
+        "bulk": cli_bulk.bulk,
         "watch": cli_jobs.watch,
         "get": cli_jobs.get,
         "list": cli_jobs.list_jobs,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from batond.clients.errors import ExhaustedError, UnavailableError
 
 if TYPE_CHECKING:
     from batond.clients.errors import BatondClientError
+
+_MOST_DOUBLINGS: Final = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,8 @@ class Backoff:
         )
         if not retryable or self._made >= self._attempts:
             return None
-        span_s = min(self._policy.cap_s, self._policy.base_s * 2.0 ** (self._made - 1))
+        doublings = min(self._made - 1, _MOST_DOUBLINGS)  # A float has no more than a thousand.
+        span_s = min(self._policy.cap_s, self._policy.base_s * 2.0**doublings)
         self._made += 1
         drawn_s = self._random.uniform(span_s / 2, span_s)
         return drawn_s if error.retry_after_s is None else max(drawn_s, error.retry_after_s)
