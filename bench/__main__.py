@@ -28,16 +28,14 @@ from batond.bench import (
     spill,
     steps,
     support_table,
-    trace,
     workloads,
 )
 from batond.bench import engine as engine_bench
 from batond.bench.gpu.command import gpu_command
 from batond.bench.mixes.command import mixes_command, parked_command
 from batond.bench.progress import TABLE_WIDTH
+from batond.bench.traces.command import trace_command
 from batond.daemon.errors import BatondError, ConfigError
-from batond.daemon.simulator.command import policy_list
-from batond.daemon.simulator.options import pairs
 from batond.daemon.telemetry.logging import configure_logging
 
 app = typer.Typer(
@@ -48,6 +46,7 @@ app = typer.Typer(
 app.command("gpu")(gpu_command)
 app.command("mixes")(mixes_command)
 app.command("parked")(parked_command)
+app.command("trace")(trace_command)
 
 
 @app.callback()
@@ -285,51 +284,6 @@ def planner_command(
                 with console.status(f"{name}, {queued} waiting, {count} rows"):
                     timings.append(planner.measure(name, int(queued), int(count), steps))
     console.print(planner.report(timings))
-
-
-@app.command("trace")
-def trace_command(  # noqa: PLR0917 - typer calls it by name
-    csv: Annotated[Path, typer.Argument(help="CSV: arrival_s,prompt_tokens,output_tokens[,tenant][,class].")],
-    policies: Annotated[
-        str, typer.Option(help="One after the other, with commas between.")
-    ] = "priority,fcfs",
-    classes: Annotated[str, typer.Option(help="Class by tenant, such as code=interactive,conv=batch.")] = "",
-    window: Annotated[float, typer.Option(help="Only the busiest so many seconds; 0 is all.")] = 600.0,
-    requests: Annotated[int, typer.Option(help="Kept of them, evenly; 0 is all.")] = 240,
-    shrink: Annotated[float, typer.Option(help="Divides prompt and output lengths.")] = 16.0,
-    load: Annotated[float, typer.Option(help="Arrivals over capacity.")] = 1.1,
-    rows: Annotated[int, typer.Option(help="Rows of the batch.")] = 4,
-    chunk_tokens: Annotated[int, typer.Option(help="Prompt tokens between two decode steps.")] = 128,
-    quantum_tokens: Annotated[int, typer.Option(help="Tokens before a row may be taken.")] = 2,
-    model: Annotated[str, typer.Option(help='"smollm2" (SmolLM2-135M), or a path.')] = "smollm2",
-    threads: Annotated[int, typer.Option(help="CPU threads of the engine; 0 is torch's choice.")] = 0,
-    costs: Annotated[str, typer.Option(help="Step times as for batond simulate, not measured ones.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Also write every figure as JSON.")] = None,
-) -> None:
-    """Replay a trace on the real daemon, policy after policy, beside what the simulator predicts."""
-    console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
-    options = trace.Options(
-        trace=csv,
-        policies=tuple(policy_list(policies)),
-        classes=pairs(classes, "classes"),
-        window_s=window,
-        requests=requests,
-        shrink=shrink,
-        load=load,
-        rows=rows,
-        chunk_tokens=chunk_tokens,
-        quantum_tokens=quantum_tokens,
-        model=model,
-        threads=threads,
-        costs=costs,
-        seed=seed,
-    )
-    result = trace.run(options, console)
-    trace.show(console, options, result)
-    if output is not None:
-        trace.write(output, options, result)
 
 
 @app.command("load")

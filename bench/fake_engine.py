@@ -66,6 +66,7 @@ STEP_S: Final = 0.01
 HEARTBEAT_S: Final = 0.5
 SNAPSHOT_EVERY_S: Final = 0.05
 DEATH_STATUS: Final = 70
+ROW_STEPS: Final = ("row_steps", "idle_row_steps")
 
 
 class Fault(enum.IntEnum):
@@ -148,7 +149,7 @@ class FakeEngine:
         self._rows: list[_Query | None] = [None] * settings.rows
         self._queries: dict[str, _Query] = {}
         self._events: list[QueryEvent] = []
-        self._steps = 0
+        self._steps, self._row_steps = 0, [0.0, 0.0]
         self._arrivals = 0
         self._stopping = False
         self._sent_s = self._snapshot_s = 0.0
@@ -213,6 +214,9 @@ class FakeEngine:
 
     def _step(self) -> None:
         self._give_rows()
+        if (idle := self._rows.count(None)) < len(self._rows):
+            self._row_steps[0] += len(self._rows)
+            self._row_steps[1] += idle
         for query in [one for one in self._rows if one is not None]:
             match query.fault:
                 case Fault.DIE:
@@ -328,7 +332,7 @@ class FakeEngine:
             columns=0,
             host_pool_used_bytes=0,
             host_pool_bytes=1,
-            counters={"decode_steps": float(self._steps)},
+            counters={"decode_steps": self._steps} | dict(zip(ROW_STEPS, self._row_steps, strict=True)),
             policy=self._policy,
         )
 

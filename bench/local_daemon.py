@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from batond.clients import ServerInfo
 
 OPERATOR = "operator"
+DAEMON_PROGRAM = ("-m", "batond.daemon", "serve")
 #: Without a word in its log; a daemon that loads says so every few seconds, however slow the machine is.
 START_SILENCE_S = 170.0
 TELL_EVERY_S = 15.0
@@ -53,7 +54,7 @@ class LocalDaemon:
         sections: Mapping[str, Mapping[str, Any]] | None = None,
         environment: Mapping[str, str] | None = None,
         tokens: Mapping[str, str] | None = None,
-        program: Sequence[str] = ("-m", "batond.daemon", "serve"),
+        program: Sequence[str] = DAEMON_PROGRAM,
     ) -> None:
         self.folder = folder
         self.socket = folder / "batond.sock"

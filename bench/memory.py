@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from batond.daemon.engine import LocalEngine, SamplingParams
-from batond.daemon.errors import ConfigError
 from batond.daemon.scheduler.plan import Gate
-from batond.daemon.simulator.show import load_plotter
+from batond.daemon.simulator.figures import load_plotter, save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,7 +166,4 @@ def plot(path: Path, curves: Sequence[Curve]) -> None:
         axes.set(ylabel="MiB of KV", title=curve.mode, ylim=(0, None))
         axes.legend(loc="upper right")
     axes.set(xlabel="seconds")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"plot {path} can't be written: {error}", field="plot") from error
+    save(figure, path)

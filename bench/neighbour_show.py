@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.table import Table
 
 from batond.bench.neighbour import left_at_s, takes
-from batond.daemon.errors import ConfigError
-from batond.daemon.simulator.show import load_plotter
+from batond.daemon.simulator.figures import load_plotter, save
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,7 +178,4 @@ def plot(path: Path, alone: Course, beside: Course) -> None:
     rows.set(xlabel="seconds", ylabel="queries", ylim=(0, None))
     for axes in (memory, rows):
         axes.legend(loc="upper right")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"plot {path} can't be written: {error}", field="plot") from error
+    save(figure, path)

@@ -14,6 +14,7 @@ from rich.progress import Progress
 from batond.daemon.errors import ConfigError
 from batond.daemon.scheduler.planner import PlannerLimits
 from batond.daemon.simulator.costs import load_costs
+from batond.daemon.simulator.figures import load_plotter, plot
 from batond.daemon.simulator.options import (
     classes_with,
     known_classes,
@@ -24,7 +25,7 @@ from batond.daemon.simulator.options import (
 )
 from batond.daemon.simulator.report import report
 from batond.daemon.simulator.setup import Setup
-from batond.daemon.simulator.show import as_json, load_plotter, plot, print_tables
+from batond.daemon.simulator.show import as_json, print_tables
 from batond.daemon.simulator.trace import (
     busiest,
     of_class,

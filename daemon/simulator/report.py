@@ -37,9 +37,11 @@ class Group:
         refused: That were not accepted: too large, or the queue or the tenant's part of it was full.
         ttft_s: Arrival to first token.
         tpot_s: One token to the next, mean of a request; of those with two tokens or more.
+        e2e_s: Arrival to last token.
         met: Part of all requests, late and refused ones too, within both targets of the class.
         goodput_per_s: Such requests a second, over the whole run.
-        tokens_per_s: Output tokens a second while requests arrive.
+        tokens_per_s: Output tokens a second while requests arrive; until the end if they do for less than
+            ten seconds.
         parks: All together.
         starved_s: Longest time that a request got nowhere.
         last_end_s: When the last one ended.
@@ -52,6 +54,7 @@ class Group:
     refused: int
     ttft_s: Spread
     tpot_s: Spread
+    e2e_s: Spread
     met: float
     goodput_per_s: float
     tokens_per_s: float
@@ -120,6 +123,17 @@ def tpot_s(query: Query) -> float:
     return (query.end_s - query.first_token_s) / steps if steps else math.nan
 
 
+def e2e_s(query: Query) -> float:
+    """Arrival to last token."""
+    return query.end_s - query.request.arrival_s
+
+
+def within_target(query: Query) -> bool:
+    """Whether it was served within both targets of its class."""
+    sla = query.sla
+    return query.served and ttft_s(query) <= sla.ttft_target_s and not tpot_s(query) > sla.tpot_target_s
+
+
 def report(outcome: Outcome) -> Report:
     """Sum up a run."""
     by_class: dict[str, list[Query]] = defaultdict(list)
@@ -173,14 +187,13 @@ def jain(outcome: Outcome) -> float:
 
 
 def _group(outcome: Outcome, name: str, tenant: str, queries: Sequence[Query]) -> Group:
-    sla = outcome.setup.classes.get(name)
     served = [query for query in queries if query.served]
-    met = sum(
-        ttft_s(query) <= sla.ttft_target_s and not tpot_s(query) > sla.tpot_target_s for query in served
-    )
-    # Windows that lie wholly in the time of arrivals; all of them for a short trace.
-    arriving = max(1, int(outcome.queries[-1].request.arrival_s // WINDOW_S))
-    windows = outcome.windows[:arriving]
+    met = sum(within_target(query) for query in queries)
+    duration_s = max(outcome.end_s, math.ulp(1.0))
+    # Windows that lie wholly in the time of arrivals; all of them where that is short.
+    arriving = int(outcome.queries[-1].request.arrival_s // WINDOW_S)
+    windows = outcome.windows[:arriving] or outcome.windows
+    counted_s = WINDOW_S * arriving if arriving else duration_s
     return Group(
         sla_class=name,
         tenant=tenant,
@@ -189,15 +202,16 @@ def _group(outcome: Outcome, name: str, tenant: str, queries: Sequence[Query]) -
         refused=sum(query.refused for query in queries),
         ttft_s=spread([ttft_s(query) for query in served]),
         tpot_s=spread([tpot_s(query) for query in served if query.request.output_tokens > 1]),
+        e2e_s=spread([e2e_s(query) for query in served]),
         met=met / len(queries),
-        goodput_per_s=met / max(outcome.end_s, math.ulp(1.0)),
+        goodput_per_s=met / duration_s,
         tokens_per_s=sum(
             tokens
             for window in windows
             for line, tokens in window.output.items()
             if line[0] == name and tenant in {"", line[1]}
         )
-        / (WINDOW_S * len(windows)),
+        / counted_s,
         parks=sum(query.parks for query in queries),
         starved_s=max(query.starved_s for query in queries),
         last_end_s=max((query.end_s for query in served), default=math.nan),

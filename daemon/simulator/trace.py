@@ -87,8 +87,8 @@ def _request(path: Path, line: int, row: Mapping[str, str | None]) -> Request:
     return Request(arrival_s, prompt, output, tenant, sla_class, limit_s)
 
 
-def busiest(requests: Sequence[Request], window_s: float) -> list[Request]:
-    """The requests of the `window_s` seconds in which most arrive, with arrivals from 0.
+def busiest_from_s(requests: Sequence[Request], window_s: float) -> float:
+    """When the `window_s` seconds begin in which most requests arrive.
 
     Raises:
         ConfigError: The window is not above 0.
@@ -96,9 +96,35 @@ def busiest(requests: Sequence[Request], window_s: float) -> list[Request]:
     if not window_s > 0:
         raise ConfigError(f"the window must be above 0 s, not {window_s}", field="window")
     arrivals = [request.arrival_s for request in requests]
-    ends = [bisect_left(arrivals, start + window_s) for start in arrivals]
-    first = max(range(len(arrivals)), key=lambda index: (ends[index] - index, -index))
-    return rebased(requests[first : ends[first]], 1.0)
+    counts = (bisect_left(arrivals, start + window_s) - place for place, start in enumerate(arrivals))
+    _, first = max((count, -place) for place, count in enumerate(counts))
+    return arrivals[-first]
+
+
+def window(requests: Sequence[Request], start_s: float, window_s: float) -> list[Request]:
+    """The requests that arrive within `window_s` seconds from `start_s` on, with arrivals from 0.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    arrivals = [request.arrival_s for request in requests]
+    kept = requests[bisect_left(arrivals, start_s) : bisect_left(arrivals, start_s + window_s)]
+    if not kept:
+        raise ConfigError(
+            f"no request arrives in the {window_s:g} s from {start_s:g} s on; the trace has arrivals from"
+            f" {arrivals[0]:g} to {arrivals[-1]:g} s",
+            field="window",
+        )
+    return rebased(kept, 1.0)
+
+
+def busiest(requests: Sequence[Request], window_s: float) -> list[Request]:
+    """The requests of the `window_s` seconds in which most arrive, with arrivals from 0.
+
+    Raises:
+        ConfigError: The window is not above 0.
+    """
+    return window(requests, busiest_from_s(requests, window_s), window_s)
 
 
 def rebased(requests: Sequence[Request], speed: float) -> list[Request]:

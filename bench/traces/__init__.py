@@ -1,0 +1,1 @@
+"""`python -m batond.bench trace`: real traces on a real daemon, over gRPC, open loop."""
