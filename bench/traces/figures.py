@@ -78,8 +78,8 @@ def _course(runs: Sequence[Run], title: str) -> Any:
         for one in (states, tokens):
             one.grid(visible=True, alpha=0.3)
             one.set_ylim(bottom=0)
-    axes[0][0].legend(fontsize="small", loc="upper right")
-    axes[1][0].legend(fontsize="small", loc="upper right", title="class")
+    axes[0][0].legend(fontsize="small", loc="best")
+    axes[1][0].legend(fontsize="small", loc="best", title="class")
     return figure
 
 
@@ -153,7 +153,9 @@ def _service(runs: Sequence[Run], title: str) -> Any:
         axes.set_xticks(range(len(names)), names)
         axes.grid(visible=True, axis="y", alpha=0.3)
         axes.legend(fontsize="small")
-    for axes, run in zip(np.atleast_1d(bottom.subplots(1, len(runs), sharey=True)), runs, strict=True):
+    for axes, run in zip(
+        np.atleast_1d(bottom.subplots(1, len(runs), sharex=True, sharey=True)), runs, strict=True
+    ):
         _tenants(axes, run)
     return figure
 
@@ -188,4 +190,4 @@ def _tenants(axes: Any, run: Run) -> None:
     )
     axes.grid(visible=True, alpha=0.3)
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small", loc="upper left")
+    axes.legend(fontsize="small", loc="best")

@@ -79,7 +79,7 @@ def latencies(outcomes: Sequence[Outcome], title: str) -> Any:
         row[1].set(title=f"{name}: time per output token", xlabel="seconds, mean of a request")
         _curves(row[2], outcomes, name, e2e_s, math.nan)
         row[2].set(title=f"{name}: arrival to last token", xlabel="seconds")
-        row[0].legend(fontsize="small", loc="lower right")
+        row[0].legend(fontsize="small", loc="best")
     return figure
 
 

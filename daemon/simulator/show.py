@@ -104,7 +104,14 @@ def _totals(reports: Sequence[Report]) -> Table:
 
 def _cells(values: Spread, factor: float) -> list[str]:
     each = (values.p50 * factor, values.p90 * factor, values.p99 * factor)
-    return ["-" if math.isnan(value) else f"{value:.3g}" for value in each]
+    return [_figure(value) for value in each]
+
+
+def _figure(value: float) -> str:
+    """Three digits that count, never an exponent."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"  # noqa: PLR2004 - where :g takes one
 
 
 def as_json(reports: Sequence[Report], **about: object) -> str:
