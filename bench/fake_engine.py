@@ -348,7 +348,8 @@ class FakeEngine:
             output_tokens=query.output_tokens,
             max_tokens=query.submit.sampling.max_tokens,
             parks=query.parks,
-            parked_bytes=0,
+            # A byte a token, as it says of itself.
+            parked_bytes=query.output_tokens + len(query.submit.prompt_token_ids) if query.parks else 0,
             held=query.held,
         )
 

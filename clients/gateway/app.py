@@ -20,6 +20,7 @@ from batond.clients.gateway import asked, fields, models
 from batond.clients.gateway.access import MARK, Doorkeeper
 from batond.clients.gateway.bodies import BodyLimit
 from batond.clients.gateway.generation import Generation
+from batond.clients.gateway.page import page_routes
 from batond.clients.gateway.problems import ApiError, of_error
 from batond.clients.gateway.tokens import TokenTexts
 from batond.clients.retry import RetryPolicy
@@ -92,7 +93,7 @@ def create_app(settings: GatewaySettings, *, extra_routes: Sequence[BaseRoute] =
 
     Args:
         settings: What to do.
-        extra_routes: Further routes, such as those of the live page; they find the gateway by `gateway_of`.
+        extra_routes: Further routes; they find the gateway by `gateway_of`.
 
     Raises:
         ValueError: The addresses of the daemons can't be.
@@ -116,6 +117,7 @@ def create_app(settings: GatewaySettings, *, extra_routes: Sequence[BaseRoute] =
             Route(asked.COMPLETIONS_PATH, _generate, methods=["POST"]),
             Route("/v1/models", _models),
             Route("/v1/models/{model:path}", _model),
+            *page_routes(settings),
             *extra_routes,
         ],
         middleware=[Middleware(BodyLimit, settings=settings)],
