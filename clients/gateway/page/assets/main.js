@@ -29,7 +29,9 @@ let link = { state: "connecting", message: "" };
 let heardMs = 0; // When the newest snapshot came, by the browser's clock.
 let paused = false;
 let view = "lanes";
-let cardsMs = 0;
+let cardsMs = 0; // When the cards were drawn last,
+let drawnMs = 0; // and the picture;
+let fresh = false; // whether there is news since.
 
 // -- who may look -----------------------------------------------------------------------------------------------
 
@@ -55,8 +57,10 @@ function askForToken(message) {
 
 byId("login-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  token.set(byId("token").value.trim());
+  const given = byId("token").value.trim();
   byId("token").value = "";
+  if (!/^[!-~]+$/.test(given)) return askForToken("That is no token: one has printable ASCII characters alone, and no spaces.");
+  token.set(given);
   open(0);
 });
 
@@ -92,8 +96,10 @@ function open(daemon) {
 
 const receivers = {
   hello(hello) {
+    const entered = byId("live").hidden;
     byId("login").hidden = true;
     byId("live").hidden = false;
+    if (entered) byId("live").focus(); // What had the focus is gone.
     byId("leave").hidden = !token.get();
     byId("daemon-choice").hidden = hello.daemons.length < 2;
     replace(byId("daemon"), ...hello.daemons.map((address, place) => make("option", { value: place }, address)));
@@ -112,6 +118,7 @@ const receivers = {
     link = { state: "live", message: "" };
     history.add(frame);
     for (const query of [...frame.rows, ...frame.queries]) if (query) palettes.tenant.of(query.tenant);
+    fresh = true;
     if (still.matches || document.hidden) draw();
   },
   lost: (news) => lost(news.message),
@@ -170,7 +177,8 @@ function drawLink() {
 
 function draw() {
   if (!paused) shown = frame;
-  const nowMs = performance.now();
+  const nowMs = (drawnMs = performance.now());
+  fresh = false;
   if (!byId("live").hidden && shown) {
     timeline.rowCount = Math.max(shown.rows.length, history.rows.findLastIndex((segments) => segments.length) + 1);
     if (view === "lanes") timeline.draw(daemonNow());
@@ -197,8 +205,9 @@ function drawCards() {
   byId("canvas").setAttribute("aria-label", `${busy} of ${shown.rows.length} rows busy, ${parked} parked in host RAM, ${history.parks} parks seen. The table view has the same in words.`);
 }
 
-function everyFrame() {
-  if (!still.matches) draw();
+function everyFrame(nowMs) {
+  // The picture moves by pixels: between two of them there is nothing to draw.
+  if (!still.matches && (fresh || nowMs - drawnMs >= timeline.pixelMs)) draw();
   requestAnimationFrame(everyFrame);
 }
 
@@ -283,7 +292,6 @@ const KEYS = {
   ArrowDown: () => followNext(1),
   ArrowUp: () => followNext(-1),
   End: () => setPaused(false),
-  Escape: () => follow(null),
   c: () => setColour(colourBy === "class" ? "tenant" : "class"),
   t: () => setView(view === "lanes" ? "table" : "lanes"),
 };
@@ -297,6 +305,8 @@ for (const place of ["timeline", "table-view"]) {
     if (event.key.toLowerCase() === "t") byId(view === "lanes" ? "timeline" : "table-view").focus();
   });
 }
+
+addEventListener("keydown", (event) => event.key === "Escape" && follow(null));
 
 for (const place of ["waiting-table", "row-table", "parked-table", "events"]) {
   byId(place).addEventListener("click", (event) => {

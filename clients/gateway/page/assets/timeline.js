@@ -60,6 +60,11 @@ export class Timeline {
     this._drawNames(pen);
   }
 
+  /** How long it takes until the picture has moved by a pixel. */
+  get pixelMs() {
+    return (this.spanS * 1000) / Math.max(1, this.canvas.clientWidth);
+  }
+
   /** The segment at a point of the canvas, or null. */
   at(x, y) {
     if (x < this.left) return null;
