@@ -39,7 +39,7 @@ class Assets:
     """All files, read once: no path of a request ever reaches the disk."""
 
     def __init__(self) -> None:
-        folder = resources.files(__package__) / "assets"
+        folder = resources.files("batond.clients.gateway.page") / "assets"
         self._files = {one.name: one.read_bytes() for one in folder.iterdir() if _suffix(one.name) in _TYPES}
         self._tags = {
             name: f'"{hashlib.sha256(data).hexdigest()[:32]}"' for name, data in self._files.items()

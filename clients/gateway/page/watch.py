@@ -90,7 +90,7 @@ class Watch:
         base = self._take_seat()
         try:
             token = bearer_of(headers)
-            client = Doorkeeper(base, self._settings).calling(headers)
+            client = Doorkeeper(base, needs_token=self._settings.needs_token).calling(headers)
             await client.policy()  # For administrators alone, as WatchBatch is.
         except BaseException:
             self._give_seat()
