@@ -145,12 +145,12 @@ def test_a_park_is_seen(visit: Visit, token: str, fake: LocalDaemon) -> None:
     page = visit.look(token)
     with contextlib.ExitStack() as stack:
         alice, bob = (stack.enter_context(fake.client(name)) for name in ("alice", "bob"))
-        long = [
+        for place in range(ROWS):
             alice.submit(token_ids=[7 + place], job_id=f"long-{place}", sla_class="batch", max_tokens=100_000)
-            for place in range(ROWS)
-        ]
+            stack.callback(alice.cancel, f"long-{place}")
         expect(page.locator("#figures")).to_contain_text(f"{ROWS} of {ROWS}")
         bob.submit(token_ids=[3], job_id="urgent", sla_class="interactive", max_tokens=100_000)
+        stack.callback(bob.cancel, "urgent")
         parked = page.locator('#events li[data-kind="park"]').first
         expect(parked).to_contain_text(re.compile(r"long-\d left row \d for urgent \(interactive\)"))
         expect(page.locator("#waiting-table")).to_contain_text("parked")
@@ -167,17 +167,25 @@ def test_a_park_is_seen(visit: Visit, token: str, fake: LocalDaemon) -> None:
             .startswith(f"{ROWS} of {ROWS} rows busy, 1 parked")
         )  # type: ignore[union-attr] - it is there
         page.keyboard.press("Escape")
-        colours = page.evaluate(PAINTED)
-        assert colours["c0"] > 500, "the urgent one has a row"
-        assert colours["c2"] > 2000, "the others have theirs"
+        for _ in range(4):
+            page.get_by_role("button", name="Zoom in").click()
+        painted(page, c0=500, c2=2000)
         bob.cancel("urgent")
         expect(page.locator('#events li[data-kind="resume"]').first).to_contain_text(f"{job} is back in row")
-        for one in long:
-            alice.cancel(one.job_id)
     expect(page.locator("#class-table")).to_contain_text("interactive")
     expect(page.locator("#class-table tr", has_text="interactive")).to_contain_text("of 1.00 s")
     assert token not in page.url
     assert not [request.url for request in visit.requests if token in request.url]
+
+
+def painted(page: Page, **least: int) -> None:
+    """Waits until so many pixels of the canvas have the colours."""
+    for _ in range(200):
+        found = page.evaluate(PAINTED)
+        if all(found[name] > pixels for name, pixels in least.items()):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"{found} of {least}")
 
 
 #: How much of the canvas has the colours of the theme, by their names.
@@ -291,8 +299,9 @@ def test_it_works_with_the_keyboard_alone(visit: Visit, token: str, fake: LocalD
     press("End")
     press("c")
     expect(page.get_by_role("button", name="Tenant")).to_have_attribute("aria-pressed", "true")
-    with fake.client("alice") as alice:
-        job = alice.submit(token_ids=[5], job_id="followed", max_tokens=100_000)
+    with fake.client("alice") as alice, contextlib.ExitStack() as stack:
+        alice.submit(token_ids=[5], job_id="followed", max_tokens=100_000)
+        stack.callback(alice.cancel, "followed")
         expect(page.locator("#figures")).to_contain_text(f"1 of {ROWS}")
         press("ArrowDown")
         expect(page.locator("#followed")).to_contain_text("Following followed of alice")
@@ -301,7 +310,6 @@ def test_it_works_with_the_keyboard_alone(visit: Visit, token: str, fake: LocalD
         press("t")
         expect(page.locator("#row-table")).to_contain_text("followed")
         assert page.evaluate(here) == "table-view", "the focus goes along"
-        alice.cancel(job.job_id)
     press("t")
     assert page.evaluate(here) == "timeline"
     press("Tab")
