@@ -129,8 +129,8 @@ def _merged(given: dict[str, Any], defaults: JobOptions) -> JobOptions:
     labels: Mapping[str, str] = given.get("labels", {})
     if not isinstance(labels, dict):
         raise InvalidRequestError("labels must be an object", fields={"labels": "no object"})
-    if defaults.get("labels"):
-        given["labels"] = {**defaults["labels"], **labels}
+    if shared := defaults.get("labels"):
+        given["labels"] = {**shared, **labels}
     if "deadline" in given:
         given["deadline"] = _time(given["deadline"])
     if "logit_bias" in given:
