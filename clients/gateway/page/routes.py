@@ -9,7 +9,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 
 from batond.clients.gateway.page import frames
-from batond.clients.gateway.page.assets import INDEX, SECURITY_HEADERS, Assets
+from batond.clients.gateway.page.static import INDEX, SECURITY_HEADERS, Assets
 from batond.clients.gateway.page.watch import Watch
 from batond.clients.gateway.problems import ApiError
 

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from batond.clients.gateway import GatewaySettings, create_app
-from batond.clients.gateway.page.assets import Assets
+from batond.clients.gateway.page.static import Assets
 
 FOLDER = Path(__file__).parents[4] / "clients/gateway/page/assets"
 #: Ways of making markup or code of text.
