@@ -20,7 +20,7 @@ from batond.clients.gateway import asked, fields, models
 from batond.clients.gateway.access import MARK, Doorkeeper
 from batond.clients.gateway.bodies import BodyLimit
 from batond.clients.gateway.generation import Generation
-from batond.clients.gateway.page import page_routes
+from batond.clients.gateway.page import Page
 from batond.clients.gateway.problems import ApiError, of_error
 from batond.clients.gateway.tokens import TokenTexts
 from batond.clients.retry import RetryPolicy
@@ -110,14 +110,15 @@ def create_app(settings: GatewaySettings, *, extra_routes: Sequence[BaseRoute] =
             app.state.gateway = Gateway(settings, client, dict(zip(settings.daemons, each, strict=True)))
             yield
 
-    return Starlette(
+    page = Page(settings)
+    app = Starlette(
         routes=[
             Route("/healthz", _health),
             Route(asked.CHAT_PATH, _generate, methods=["POST"]),
             Route(asked.COMPLETIONS_PATH, _generate, methods=["POST"]),
             Route("/v1/models", _models),
             Route("/v1/models/{model:path}", _model),
-            *page_routes(settings),
+            *page.routes(),
             *extra_routes,
         ],
         middleware=[Middleware(BodyLimit, settings=settings)],
@@ -129,6 +130,8 @@ def create_app(settings: GatewaySettings, *, extra_routes: Sequence[BaseRoute] =
         },
         lifespan=lifespan,
     )
+    app.state.page = page
+    return app
 
 
 def open_client(settings: GatewaySettings, daemons: Sequence[str]) -> AsyncClient:

@@ -1,5 +1,5 @@
 """The live page: the batch over time in a browser, read-only, for administrators of the daemon."""
 
-from batond.clients.gateway.page.routes import page_routes
+from batond.clients.gateway.page.routes import Page
 
-__all__ = ["page_routes"]
+__all__ = ["Page"]

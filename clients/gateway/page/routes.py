@@ -43,6 +43,20 @@ class Page:
         self._assets = Assets()
         self._watches = [Watch(address, settings) for address in settings.daemons]
 
+    def routes(self) -> list[BaseRoute]:
+        """The paths: the page itself, its files, its events."""
+        inner = [
+            Route("/", self.index),
+            Route("/api/events", self.events),
+            Route("/{name}", self.asset),
+        ]
+        return [Route("/", _to_page), Route(PATH, _to_page), Mount(PATH, routes=inner)]
+
+    def end(self) -> None:
+        """End all streams, which would go on for ever; pages try again by themselves."""
+        for watch in self._watches:
+            watch.end()
+
     async def index(self, request: Request) -> Response:
         """The page itself."""
         return await self.asset(request)
@@ -87,21 +101,6 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._watch.leave(self._viewer)
-
-
-def page_routes(settings: GatewaySettings) -> list[BaseRoute]:
-    """The paths of the page: itself, its files, its events.
-
-    Args:
-        settings: The gateway's; each of its daemons can be looked at.
-    """
-    page = Page(settings)
-    inner = [
-        Route("/", page.index),
-        Route("/api/events", page.events),
-        Route("/{name}", page.asset),
-    ]
-    return [Route("/", _to_page), Route(PATH, _to_page), Mount(PATH, routes=inner)]
 
 
 async def _to_page(request: Request) -> Response:

@@ -114,6 +114,12 @@ class Watch:
                     self._drop(token)
         self._give_seat()
 
+    def end(self) -> None:
+        """End all streams: the gateway stops, and pages try again by themselves."""
+        for badge in self._badges.values():
+            for viewer in badge.viewers:
+                viewer.end(frames.lost("the gateway was stopped"))
+
     def _take_seat(self) -> AsyncClient:
         self._seats += 1
         if self._base is None:

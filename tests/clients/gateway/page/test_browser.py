@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 from playwright.sync_api import expect
+
+from batond.clients.gateway import GatewaySettings
+from batond.clients.gateway.serving import make_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,6 +130,30 @@ def test_the_stream_is_for_administrators(gateway: Any, fake: LocalDaemon) -> No
                 if {"hello", "daemon", "batch"} <= set(kinds):
                     break
             assert kinds[0] == "hello"
+
+
+def test_an_open_page_does_not_keep_the_gateway_from_stopping(fake: LocalDaemon) -> None:
+    server = make_server(
+        GatewaySettings(daemons=(f"unix:{fake.socket}",)),
+        port=0,
+        log_level="warning",
+        timeout_graceful_shutdown=None,
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    headers = {"authorization": f"Bearer {fake.tokens['operator']}"}
+    with httpx.stream(
+        "GET", f"http://127.0.0.1:{port}/live/api/events", headers=headers, timeout=30, trust_env=False
+    ) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "event: hello"
+        server.should_exit = True
+        assert "event: lost" in list(lines), "it is ended in order, with a word"
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_who_may_not_look_is_told_so(visit: Visit, fake: LocalDaemon) -> None:
