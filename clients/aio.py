@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
@@ -16,6 +17,7 @@ from batond.clients.fleet import Fleet, open_async
 from batond.clients.follow import Follow
 from batond.clients.model import JobInfo, JobPage, JobState, ServerInfo
 from batond.clients.retry import RetryPolicy
+from batond.clients.tracing import with_trace
 from batond.clients.transport import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, ClientTLS
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from batond.clients.build import JobOptions
     from batond.clients.follow import Request
+    from batond.clients.tracing import Metadata
 
 
 class AsyncClient(AsyncAdminCalls):
@@ -128,7 +131,7 @@ class AsyncClient(AsyncAdminCalls):
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         trip = self._fleet.trip(self._retry, request=request)
         follow = Follow(request.job_id, self._retry, trip, generation=request, end_s=end_s)
-        return AsyncJobStream(follow, self._start, self.cancel)
+        return AsyncJobStream(follow, partial(self._start, with_trace(self._metadata)), self.cancel)
 
     async def generate_text(
         self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[JobOptions]
@@ -166,7 +169,7 @@ class AsyncClient(AsyncAdminCalls):
             choice_from_token_indexes=choice_from_token_indexes,
             timeout_s=timeout_s,
         )
-        return AsyncJobStream(follow, self._start, self.cancel)
+        return AsyncJobStream(follow, partial(self._start, with_trace(self._metadata)), self.cancel)
 
     async def wait(self, job_id: str, *, timeout_s: float | None = None) -> JobInfo:
         """Waits until a job is final, whatever its end.
@@ -248,20 +251,21 @@ class AsyncClient(AsyncAdminCalls):
             await self._call(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest())
         )
 
-    def _start(self, place: int, request: Request, timeout_s: float | None) -> Any:
+    def _start(self, metadata: Metadata, place: int, request: Request, timeout_s: float | None) -> Any:
         starts = isinstance(request, jobs_pb2.GenerateStreamRequest)
         method = self._jobs.GenerateStream if starts else self._jobs.WatchJob
-        return method.at(place)(request, timeout=timeout_s, metadata=self._metadata)
+        return method.at(place)(request, timeout=timeout_s, metadata=metadata)
 
     async def _call(self, method: Any, request: object, *, attempts: int | None = None) -> Any:
         """Makes a call that answers once, again if that may help, within the client's time-out."""
         end_s = time.monotonic() + self._timeout_s
+        metadata = with_trace(self._metadata)
         trip = self._fleet.trip(self._retry, attempts, request)
         while True:
             began_s = time.monotonic()
             timeout_s = trip.timeout_s(end_s - began_s)
             try:
-                answer = await method.at(trip.place)(request, timeout=timeout_s, metadata=self._metadata)
+                answer = await method.at(trip.place)(request, timeout=timeout_s, metadata=metadata)
             except grpc.RpcError as raised:
                 now_s = time.monotonic()
                 error = errors.from_rpc_error(raised, time_is_over=now_s >= began_s + timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
@@ -14,6 +15,7 @@ from batond.clients.follow import Follow
 from batond.clients.model import JobInfo, JobPage, JobState, ServerInfo
 from batond.clients.retry import RetryPolicy
 from batond.clients.stream import JobStream
+from batond.clients.tracing import with_trace
 from batond.clients.transport import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, ClientTLS
 from batond.v1 import admin_pb2, admin_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from batond.clients.build import JobOptions
     from batond.clients.follow import Request
+    from batond.clients.tracing import Metadata
 
 
 class Client(AdminCalls):
@@ -125,7 +128,7 @@ class Client(AdminCalls):
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         trip = self._fleet.trip(self._retry, request=request)
         follow = Follow(request.job_id, self._retry, trip, generation=request, end_s=end_s)
-        return JobStream(follow, self._start, self.cancel)
+        return JobStream(follow, partial(self._start, with_trace(self._fleet.metadata)), self.cancel)
 
     def generate_text(
         self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[JobOptions]
@@ -163,7 +166,7 @@ class Client(AdminCalls):
             choice_from_token_indexes=choice_from_token_indexes,
             timeout_s=timeout_s,
         )
-        return JobStream(follow, self._start, self.cancel)
+        return JobStream(follow, partial(self._start, with_trace(self._fleet.metadata)), self.cancel)
 
     def wait(self, job_id: str, *, timeout_s: float | None = None) -> JobInfo:
         """Waits until a job is final, whatever its end.
@@ -240,20 +243,21 @@ class Client(AdminCalls):
         """Returns what the daemon serves, and within which limits."""
         return convert.server_info(self._call(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest()))
 
-    def _start(self, place: int, request: Request, timeout_s: float | None) -> Any:
+    def _start(self, metadata: Metadata, place: int, request: Request, timeout_s: float | None) -> Any:
         starts = isinstance(request, jobs_pb2.GenerateStreamRequest)
         method = self._jobs.GenerateStream if starts else self._jobs.WatchJob
-        return method.at(place)(request, timeout=timeout_s, metadata=self._fleet.metadata)
+        return method.at(place)(request, timeout=timeout_s, metadata=metadata)
 
     def _call(self, method: Any, request: object, *, attempts: int | None = None) -> Any:
         """Makes a call that answers once, again if that may help, within the client's time-out."""
         end_s = time.monotonic() + self._timeout_s
+        metadata = with_trace(self._fleet.metadata)
         trip = self._fleet.trip(self._retry, attempts, request)
         while True:
             began_s = time.monotonic()
             timeout_s = trip.timeout_s(end_s - began_s)
             try:
-                answer = method.at(trip.place)(request, timeout=timeout_s, metadata=self._fleet.metadata)
+                answer = method.at(trip.place)(request, timeout=timeout_s, metadata=metadata)
             except grpc.RpcError as raised:
                 now_s = time.monotonic()
                 error = errors.from_rpc_error(raised, time_is_over=now_s >= began_s + timeout_s)

@@ -26,6 +26,7 @@ from batond.daemon.queue.check import check_target
 from batond.daemon.queue.target import target_of
 from batond.daemon.simulator.command import simulate
 from batond.daemon.telemetry.logging import configure_logging
+from batond.daemon.telemetry.tracing import check_tracing
 from batond.offload.folder import check_spill_folder
 from batond.policies.registry import check_configured, load_policy
 from batond.systemd.command import install_service
@@ -139,6 +140,7 @@ def check_config(  # noqa: PLR0917 - typer passes by name
     load_policy(settings.engine.policy)
     check_configured(settings.policy_options)
     read_tls(settings.tls)
+    check_tracing(settings.tracing)
     if settings.engine.host_pool_bytes != "auto":
         # What this shell may lock says nothing of the service: checked as a pool that is not locked.
         check_host_pool(int(settings.engine.host_pool_bytes), pin=False)

@@ -22,6 +22,7 @@ from batond.daemon.config_base import Number, Seconds, Section, StringList, pars
 from batond.daemon.config_memory import MemoryConfig
 from batond.daemon.config_queue import QueueSettings
 from batond.daemon.config_tenants import TenantConfig, check_tenants
+from batond.daemon.config_tracing import TracingConfig
 from batond.daemon.requests.params import MAX_N
 from batond.policies.classes import DEFAULT_CLASSES, SlaClass, SlaClasses
 
@@ -291,6 +292,7 @@ class Settings(BaseSettings):
     queue: QueueSettings = Field(default_factory=QueueSettings)
     service: ServiceSettings = Field(default_factory=ServiceSettings)
     log: LogSettings = Field(default_factory=LogSettings)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
     classes: Annotated[list[ClassConfig], NoDecode, BeforeValidator(parse_json)] = []
     tenants: Annotated[list[TenantConfig], NoDecode, BeforeValidator(parse_json)] = []
     policy_options: dict[str, dict[str, Number]] = {}  # By policy; docs/policies.md has them.

@@ -22,6 +22,7 @@ from batond.daemon.queue import EmbeddedRedis, check_target
 from batond.daemon.queue.keys import Keys
 from batond.daemon.telemetry.logging import get_logger
 from batond.daemon.telemetry.systemd import Notifier
+from batond.daemon.telemetry.tracing import check_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,6 +63,7 @@ async def serve(settings: Settings, reread: Callable[[], Settings], parts: Parts
     _log.info("configuration", **redacted(settings))
     stop, reload = on_signals()
     tls_files = read_tls(settings.tls)  # A wrong key is found before the model is loaded.
+    check_tracing(settings.tracing)
     addresses = HeldAddresses(_addresses(settings.server))
     notifier = Notifier()
     async with contextlib.AsyncExitStack() as stack:

@@ -22,9 +22,11 @@ from batond.daemon.front.state import DaemonState
 from batond.daemon.front.tasks import on_loop
 from batond.daemon.front.tenant_book import TenantBook
 from batond.daemon.front.tls import ServerTls
+from batond.daemon.front.traces import JobTraces
 from batond.daemon.queue import JobStore, LeaseKeeper, NewsFeed
 from batond.daemon.queue.registry import Registry
 from batond.daemon.telemetry.metrics import Metrics
+from batond.daemon.telemetry.tracing import open_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +57,7 @@ class Assembly:
         book: Tenants that were added at run time.
         tls: Transport security, None without.
         reloader: Does what SIGHUP asks.
+        traces: Spans of jobs, None without.
         feed: News of jobs that run elsewhere.
         keeper: Renews the leases.
         dispatcher: The jobs.
@@ -83,7 +86,8 @@ class Assembly:
         )
         self.metrics = Metrics(list(identities.tenants), most_tenants=settings.server.metrics_tenants)
         self.metrics.describe(settings.sla_classes, max_queued=settings.queue.max_queued)
-        self._calls = Calls(by_credentials(identities), self.metrics)
+        self._traced = bool(settings.tracing.endpoint)
+        self._calls = Calls(by_credentials(identities), self.metrics, traced=self._traced)
         self.book = TenantBook(
             clients.tenants, identities, settings.sla_classes, on_change=self._tenants_changed
         )
@@ -111,6 +115,10 @@ class Assembly:
             max_attempts=queue.max_attempts,
             replicas=queue.wait_replicas,
         )
+        spans = open_spans(settings.tracing, owner, self.metrics.spans)
+        self.traces = JobTraces(spans, store, settings.tracing.sample_ratio) if spans is not None else None
+        if self.traces is not None:
+            store.on_ended = self.traces.ended_waiting
         self._hub, loop = Hub(), asyncio.get_running_loop()
         self.feed = self._hub.listener = NewsFeed(clients.jobs.pubsub, store.keys, self._hub.poke)
         self.keeper = LeaseKeeper(
@@ -134,6 +142,7 @@ class Assembly:
             claim_ahead=queue.claim_ahead,
             tenants=lambda: self._identities.limits,
             patient_s=patient_s,
+            traces=self.traces,
         )
         self.state = DaemonState(
             link,
@@ -182,6 +191,7 @@ class Assembly:
             metrics=self.metrics,
             result_ttl_s=settings.queue.result_ttl_s,
             max_message_bytes=settings.server.max_message_bytes,
+            traces=self.traces,
         )
         self.admin, self.local_admin = (
             AdminServicer(
@@ -195,7 +205,10 @@ class Assembly:
                 neighbours=self.neighbours,
                 max_message_bytes=settings.server.max_message_bytes,
             )
-            for callers in (self._calls, Calls(by_user(LocalAdministrators(classes)), self.metrics))
+            for callers in (
+                self._calls,
+                Calls(by_user(LocalAdministrators(classes)), self.metrics, traced=self._traced),
+            )
         )
 
     def _limits(self) -> Limits:

@@ -13,6 +13,7 @@ from batond.daemon.front.identity import require_admin
 from batond.daemon.front.local_admin import user_of_peer
 from batond.daemon.front.status import to_status
 from batond.daemon.telemetry.logging import bind_ids, get_logger
+from batond.daemon.telemetry.trace_context import trace_id_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -55,11 +56,12 @@ class Calls:
     Args:
         identify: Finds who made a call, by its context: `by_credentials` or `by_user`.
         metrics: Counts refusals.
+        traced: Lines of the log name the trace that a call belongs to.
     """
 
-    def __init__(self, identify: Callable[[Any], Tenant], metrics: Metrics) -> None:
+    def __init__(self, identify: Callable[[Any], Tenant], metrics: Metrics, *, traced: bool = False) -> None:
         self._identify = identify
-        self._metrics = metrics
+        self._metrics, self._traced = metrics, traced
         self._streams: dict[Any, _Stream] = {}
 
     async def answer(
@@ -176,6 +178,8 @@ class Calls:
     def _who(self, method: str, context: Any) -> Tenant:
         tenant = self._identify(context)
         bind_ids(rpc=method, tenant=tenant.name)
+        if self._traced and (trace_id := trace_id_of(context.invocation_metadata() or ())):
+            bind_ids(trace_id=trace_id)
         return tenant
 
     async def _guarded(self, method: str, context: Any, work: Callable[[], Awaitable[_Answer]]) -> _Answer:

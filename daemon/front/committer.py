@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.held_jobs import HeldJobs
     from batond.daemon.front.redis_health import RedisHealth
     from batond.daemon.front.steps import JobStep
+    from batond.daemon.front.traces import JobTraces
     from batond.daemon.queue import Chunk, JobStore, StepCommit
     from batond.daemon.telemetry.metrics import Metrics
 
@@ -52,6 +53,7 @@ class Committer:
         metrics: Figures.
         health: Is told how Redis does.
         cancel: Ends a job that somebody asked to cancel.
+        traces: Spans of jobs; None where there are none.
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class Committer:
         metrics: Metrics,
         health: RedisHealth,
         cancel: Callable[[str, str], None],
+        traces: JobTraces | None = None,
     ) -> None:
         self._store, self._owner, self._jobs, self._desk = store, owner, jobs, desk
         self._figures, self._metrics, self._health, self._cancel = figures, metrics, health, cancel
+        self._traces = traces
         self._steps: asyncio.Queue[tuple[list[JobStep], int] | asyncio.Event] = asyncio.Queue()
         self._kept_bytes = 0
         self._room = asyncio.Event()
@@ -147,7 +151,7 @@ class Committer:
             What became of it; None if Redis did not say: the lease runs out then.
         """
         try:
-            return await self._store.hand_back(
+            outcome = await self._store.hand_back(
                 self._owner,
                 held.tenant,
                 held.job_id,
@@ -156,8 +160,11 @@ class Committer:
                 why=charge,
             )
         except BatondError as error:
-            _log.warning("hand_back_failed", job_id=held.job_id, error=error.message)
+            _log.warning("hand_back_failed", **held.log_ids, error=error.message)
             return None
+        if self._traces is not None:
+            self._traces.handed_back(held, outcome, charged=bool(charge))
+        return outcome
 
     def abandon(self, held: HeldJob) -> None:
         """Stop a job that is not ours any more."""
@@ -199,11 +206,13 @@ class Committer:
         if step.usage is not None:
             self._desk.tell_all(HandBack, step.held)  # Choices that go on although the job has failed.
             self._figures.ended(step)
+            if self._traces is not None:
+                self._traces.ended(step)
             self._jobs.let_go(step.held)
 
     async def _drop(self, held: HeldJob, why: Why) -> None:
         """A write was refused: somebody else has the job, or Redis forgot tokens (a failover)."""
-        _log.warning("commit_refused", tenant=held.tenant, job_id=held.job_id, why=why.value)
+        _log.warning("commit_refused", **held.log_ids, why=why.value)
         self._metrics.commits_refused.inc()
         self._desk.tell_all(HandBack, held)
         held.ended = True

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.hub import Hub
     from batond.daemon.front.recent import Recent
     from batond.daemon.front.steps import JobStep
+    from batond.daemon.front.traces import JobTraces
     from batond.daemon.queue import ClaimedJob, Counts, JobStore, LeaseKeeper, TenantLimits
     from batond.daemon.telemetry.metrics import Metrics
     from batond.daemon.wire.messages import QueryEvent, Ready, Snapshot, StepEvents
@@ -70,6 +71,7 @@ class Dispatcher:
         claim_ahead: Jobs of a class claimed beyond the rows.
         tenants: Gives shares and quotas by tenant as they are now.
         patient_s: For so long after its start no job is taken back from a daemon that may live.
+        traces: Spans of jobs; None where there are none.
 
     Attributes:
         snapshot: The batch as the engine last described it.
@@ -90,9 +92,10 @@ class Dispatcher:
         claim_ahead: int,
         tenants: Callable[[], Mapping[str, TenantLimits]] = dict,
         patient_s: float = 0.0,
+        traces: JobTraces | None = None,
     ) -> None:
         self._store, self._hub, self._owner = store, hub, owner
-        self._metrics = metrics
+        self._metrics, self._traces = metrics, traces
         self._snapshot_news = asyncio.Event()
         self._figures = Figures(metrics, classes.names)
         self._health = RedisHealth(metrics)
@@ -107,6 +110,7 @@ class Dispatcher:
             metrics=metrics,
             health=self._health,
             cancel=self.cancel,
+            traces=traces,
         )
         self._trials = Trials(
             store=store,
@@ -117,6 +121,7 @@ class Dispatcher:
             classes=classes,
             metrics=metrics,
             limits=lambda: self._claims.limits,
+            traces=traces,
         )
         self._endings = Endings(
             store=store, jobs=jobs, desk=desk, committer=committer, classes=classes, on_update=self.wake
@@ -144,6 +149,7 @@ class Dispatcher:
             patient_s=patient_s,
             on_requeued=self.wake,
         )
+        self._heard = self._figures.heard if traces is None else traces.after(self._figures.heard)
         self.snapshot: Snapshot | None = None
         self.draining = False
 
@@ -223,7 +229,7 @@ class Dispatcher:
         self._store.forget(self._owner, tenant, job_id, epoch=epoch)
         held = self._jobs.get(tenant, job_id)
         if held is not None and held.claimed.record.epoch == epoch:
-            _log.warning("lease_lost", tenant=tenant, job_id=job_id)
+            _log.warning("lease_lost", **held.log_ids)
             self._committer.abandon(held)
 
     @property
@@ -248,6 +254,7 @@ class Dispatcher:
                 ("reap", self._reaper.run()),
                 ("endings", self._endings.end_here()),
                 ("updates", self._endings.take_updates()),
+                *((("traces", self._traces.run()),) if self._traces is not None else ()),
             ):
                 tasks.create_task(task, name=name)
 
@@ -293,6 +300,8 @@ class Dispatcher:
         if before is not None:
             self._committer.abandon(before)
         held = self._jobs.take(job)
+        if self._traces is not None:
+            self._traces.take(held)
         self._trials.take(held)
         self._endings.watch(held)
         if not held.open_choices:
@@ -301,6 +310,8 @@ class Dispatcher:
 
     def _left(self, held: HeldJob) -> None:
         self._trials.left(held)
+        if self._traces is not None:
+            self._traces.left(held)
         self._claims.wake()
 
     async def _listen_forever(self) -> None:
@@ -368,7 +379,7 @@ class Dispatcher:
 
     def _digest(self, held: HeldJob, events: Sequence[QueryEvent]) -> JobStep:
         try:
-            return held.digest(events, self._figures.heard)
+            return held.digest(events, self._heard)
         except Exception:
             # Half of it was taken in, and could never end: the next claim gives it again as it is saved.
             self._store.forget(self._owner, held.tenant, held.job_id, epoch=held.claimed.record.epoch)

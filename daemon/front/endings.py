@@ -91,7 +91,7 @@ class Endings:
             held = await self._here.get()
             if not self._jobs.holds(held):
                 continue
-            _log.info("job_ended_here", tenant=held.tenant, job_id=held.job_id, late=held.late)
+            _log.info("job_ended_here", **held.log_ids, late=held.late)
             self._desk.tell_all(HandBack, held)
             await self._committer.put(
                 held.fail(held.late, DeadlineError.reason) if held.late else held.cancel()

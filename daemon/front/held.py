@@ -12,6 +12,7 @@ import msgspec
 from batond.daemon.front.steps import StepBuilder, choice_of
 from batond.daemon.queue.keys import job_ref, split_ref
 from batond.daemon.requests.params import split_sequences
+from batond.daemon.telemetry.trace_context import TraceContext
 from batond.daemon.wire.messages import FinishReason, Submit, Usage
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from batond.daemon.front.hub import LiveJob
+    from batond.daemon.front.job_trace import JobTrace
     from batond.daemon.front.steps import JobStep
     from batond.daemon.queue import ClaimedJob, JobRecord
     from batond.daemon.wire.messages import QueryEvent
@@ -91,6 +93,7 @@ class HeldJob:
         ended: Its end was received; nothing more is sent to the engine for it.
         late: Why it is being ended with DEADLINE_EXCEEDED; empty while it has time.
         timer: Looks at its deadlines.
+        trace: For its span; None if it has none.
     """
 
     claimed: ClaimedJob
@@ -105,6 +108,7 @@ class HeldJob:
     ended: bool = False
     late: str = ""
     timer: asyncio.TimerHandle | None = None
+    trace: JobTrace | None = None
 
     def __post_init__(self) -> None:
         """Go on from what earlier claims committed."""
@@ -126,6 +130,14 @@ class HeldJob:
     def job_id(self) -> str:
         """Which."""
         return self.claimed.record.job_id
+
+    @property
+    def log_ids(self) -> dict[str, str]:
+        """What a line of the log says of it: whose, which, and of which trace."""
+        kept = self.claimed.record.trace
+        context = TraceContext.read(kept) if kept else None
+        ids = {"tenant": self.tenant, "job_id": self.job_id}
+        return ids if context is None else {**ids, "trace_id": context.trace_id}
 
     @property
     def had_row(self) -> bool:

@@ -21,6 +21,8 @@ from batond.daemon.front.follow import Ended
 from batond.daemon.front.hub import GotRow
 from batond.daemon.front.requests import check_job_id
 from batond.daemon.queue import Chunk, JobState
+from batond.daemon.telemetry.logging import bind_ids
+from batond.daemon.telemetry.trace_context import TraceContext
 from batond.v1 import jobs_pb2, jobs_pb2_grpc
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.identity import Tenant
     from batond.daemon.front.neighbours import Neighbours
     from batond.daemon.front.requests import RequestReader
+    from batond.daemon.front.traces import JobTraces
     from batond.daemon.queue import JobRecord, JobSpec, JobStore
     from batond.daemon.telemetry.metrics import Metrics
     from batond.policies.classes import SlaClasses
@@ -60,6 +63,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         metrics: Counts.
         result_ttl_s: How long results are kept.
         max_message_bytes: Largest job.
+        traces: Spans of jobs; None where there are none.
     """
 
     def __init__(
@@ -76,12 +80,13 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         metrics: Metrics,
         result_ttl_s: int,
         max_message_bytes: int,
+        traces: JobTraces | None = None,
     ) -> None:
         self._calls, self._store, self._follower, self._hub = calls, store, follower, hub
         self._dispatcher, self._reader, self._metrics = dispatcher, reader, metrics
         self._classes, self._neighbours = classes, neighbours
         self._ttl_ms = result_ttl_s * 1000
-        self._max_message_bytes = max_message_bytes
+        self._max_message_bytes, self._traces = max_message_bytes, traces
         self._finals = Finals(self._shown)
         self._attached: Counter[tuple[str, str]] = Counter()
         self._tidying: set[asyncio.Task[None]] = set()
@@ -90,7 +95,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         """Accept a job and return at once."""
 
         async def handle(tenant: Tenant) -> jobs_pb2.SubmitJobResponse:
-            record, created, spec = await self._submit(tenant, request.job_id, request.spec)
+            record, created, spec = await self._submit(tenant, request.job_id, request.spec, context)
             shown = await self._shown(record, output=False, spec=spec)
             return jobs_pb2.SubmitJobResponse(job=shown, attached=not created)
 
@@ -102,7 +107,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         async def handle(tenant: Tenant) -> None:
             # A stream's deadline is the job's, where the job lives and dies with the stream.
             left_s = None if request.detached else context.time_remaining()
-            record, created, _ = await self._submit(tenant, request.job_id, request.spec, left_s)
+            record, created, _ = await self._submit(tenant, request.job_id, request.spec, context, left_s)
             name = (record.tenant, record.job_id)
             # Only what a stream brought to life ends with its last stream; never a job that was submitted.
             attached = not request.detached and (created or self._attached[name] > 0)
@@ -218,7 +223,7 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
         await asyncio.gather(*self._tidying, return_exceptions=True)
 
     async def _submit(
-        self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec, left_s: float | None = None
+        self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec, context: Any, left_s: float | None = None
     ) -> tuple[JobRecord, bool, JobSpec]:
         if self._dispatcher.draining:
             raise UnavailableError(
@@ -236,14 +241,14 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             )
         job_id = check_job_id(job_id)
         try:
-            return await self._accept(tenant, job_id, spec, left_s)
+            return await self._accept(tenant, job_id, spec, left_s, self._trace(context))
         except BatondError as error:
             if quota := error.details.get("quota"):
                 self._metrics.quota_refusals.labels(self._metrics.tenant(tenant.name), quota).inc()
             raise
 
     async def _accept(
-        self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec, left_s: float | None
+        self, tenant: Tenant, job_id: str, spec: types_pb2.JobSpec, left_s: float | None, trace: str
     ) -> tuple[JobRecord, bool, JobSpec]:
         """Give the record, whether it was made now, and the spec as this call resolved it."""
         try:
@@ -267,11 +272,18 @@ class JobServicer(jobs_pb2_grpc.JobServiceServicer):
             prompt_tokens=len(checked.spec.prompt_token_ids),
             choices=checked.spec.sampling.n,
             ttl_ms=self._ttl_ms,
+            trace=trace,
         )
+        if self._traces is not None and (kept := TraceContext.read(record.trace)) is not None:
+            bind_ids(trace_id=kept.trace_id)
         if created:
             self._metrics.jobs_submitted.labels(self._metrics.tenant(tenant.name), checked.sla_class).inc()
             self._dispatcher.wake()
         return record, created, checked.spec
+
+    def _trace(self, context: Any) -> str:
+        """A new job's place in its caller's trace, as it is kept with the job."""
+        return self._traces.begin(context.invocation_metadata() or ()).kept() if self._traces else ""
 
     async def _write(
         self,

@@ -82,6 +82,8 @@ class Life:
             await parts.jobs.finish_tidying()
             await end_all(work)
             await parts.neighbours.leave()
+            if parts.traces is not None:
+                await parts.traces.close()
             await asyncio.to_thread(parts.keeper.stop)
             parts.metrics.close()
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from batond.daemon.front.held import HeldJob
     from batond.daemon.front.held_jobs import HeldJobs
     from batond.daemon.front.steps import JobStep
+    from batond.daemon.front.traces import JobTraces
     from batond.daemon.queue import JobStore, TenantLimits
     from batond.daemon.telemetry.metrics import Metrics
     from batond.policies.classes import SlaClasses
@@ -41,6 +42,7 @@ class Trials:
         classes: SLA classes: their order is urgency.
         metrics: Figures.
         limits: Shares by tenant, as last claimed with.
+        traces: Spans of jobs; None where there are none.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Trials:
         classes: SlaClasses,
         metrics: Metrics,
         limits: Callable[[], Mapping[str, TenantLimits]],
+        traces: JobTraces | None = None,
     ) -> None:
         self._store, self._owner, self._jobs, self._desk = store, owner, jobs, desk
-        self._committer, self._metrics, self._limits = committer, metrics, limits
+        self._committer, self._metrics, self._limits, self._traces = committer, metrics, limits, traces
         self._urgency = {sla.name: place for place, sla in enumerate(classes)}
         self._suspects = Suspects()
         self._convicted: asyncio.Queue[tuple[HeldJob, str]] = asyncio.Queue()
@@ -70,8 +73,7 @@ class Trials:
         if record.attempts or record.lapses >= LAPSES_TO_SUSPECT:
             _log.warning(
                 "suspect_claimed",
-                tenant=held.tenant,
-                job_id=held.job_id,
+                **held.log_ids,
                 attempts=record.attempts,
                 lapses=record.lapses,
             )
@@ -137,7 +139,7 @@ class Trials:
         for step in steps:
             tokens = sum(len(chunk.token_ids) for chunk in step.commit.chunks)
             if self._suspects.heard(step.held.ref, tokens):
-                _log.info("suspect_acquitted", tenant=step.held.tenant, job_id=step.held.job_id)
+                _log.info("suspect_acquitted", **step.held.log_ids)
                 self._changed()
 
     def left(self, held: HeldJob) -> None:
@@ -186,9 +188,7 @@ class Trials:
                 await self._note_alone(self._noted, alone=False)  # Tried again if Redis is away.
             self._noted = None
         if alone is not None and self._noted is not alone and not alone.ended:
-            _log.info(
-                "suspect_tried_alone", tenant=alone.tenant, job_id=alone.job_id, suspects=len(self._suspects)
-            )
+            _log.info("suspect_tried_alone", **alone.log_ids, suspects=len(self._suspects))
             if not await self._note_alone(alone, alone=True):
                 self._committer.abandon(alone)
             self._noted = alone
@@ -220,15 +220,13 @@ class Trials:
     async def _charge(self, held: HeldJob, why: str) -> None:
         """Count the claim as an attempt, with evidence. Others may try the job next, or nobody any more."""
         await self._committer.join()  # What it put out before stays.
-        _log.error("job_killed_engine", tenant=held.tenant, job_id=held.job_id, why=why)
+        _log.error("job_killed_engine", **held.log_ids, why=why)
         while (outcome := await self._committer.hand_back(held, charge=why)) is None:
             if self._jobs.get(held.tenant, held.job_id) is not held:
                 return  # Its lease has run out meanwhile, and Redis knows that it was alone.
             await asyncio.sleep(RETRY_REDIS_S)
         if outcome is HandBackOutcome.DEAD:
-            _log.error(
-                "job_dead", tenant=held.tenant, job_id=held.job_id, attempts=held.claimed.record.attempts + 1
-            )
+            _log.error("job_dead", **held.log_ids, attempts=held.claimed.record.attempts + 1)
         self._metrics.engine_kills.inc()
         self._jobs.let_go(held)
 
@@ -240,6 +238,8 @@ class Trials:
     def _lose_rows(self, held: HeldJob) -> None:
         """Tell watchers of a job that it goes on later."""
         lost = [index for index in held.open_choices if held.choices[index].had_row]
+        if self._traces is not None:
+            self._traces.lost_rows(held, lost)
         held.live.publish([LostRow(ParkCause.ENGINE_RESTART, kept=False, choice=index) for index in lost])
 
     def _urgency_of(self, held: HeldJob) -> int:

@@ -106,6 +106,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         waited_ms: Spent in the queue, over all stays, up to the last claim or the end.
         deadline_ms: When its last token must be out; a job that waits or runs then fails DEADLINE_EXCEEDED.
         start_by_ms: When it must have got its first row: else the same.
+        trace: Its place in its caller's trace (telemetry/trace_context.py); empty if it is not traced.
     """
 
     tenant: str
@@ -142,6 +143,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     waited_ms: Count = 0
     deadline_ms: Count = 0
     start_by_ms: Count = 0
+    trace: str = ""
 
     @property
     def total_output_tokens(self) -> int:

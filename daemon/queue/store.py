@@ -72,6 +72,9 @@ class JobStore(JobReader):
         max_attempts: Charged claims after which a job is dead.
         dead_ttl_ms: How long dead letters and their jobs are kept.
         replicas: So many must have what callers are told is done: submits, commits, cancels, updates.
+
+    Attributes:
+        on_ended: Told of jobs, by tenant and id, that a call of this store ended while nobody held them.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class JobStore(JobReader):
         self._replicas = replicas
         self._claiming = asyncio.Lock()  # A claim names what is held; two at once would be given the same.
         self._held: dict[str, dict[str, int]] = {}  # owner -> ref -> epoch
+        self.on_ended: Callable[[list[tuple[str, str]]], None] = _nothing
 
     # -- clients' side ------------------------------------------------------------------------------------
 
@@ -110,6 +114,7 @@ class JobStore(JobReader):
         deadline_in_ms: int | None = None,
         longest_queue_ms: int = 0,
         limits: TenantLimits = NO_LIMITS,
+        trace: str = "",
     ) -> tuple[JobRecord, bool]:
         """Accepts a job, or attaches to the one of this id with the same body.
 
@@ -126,6 +131,7 @@ class JobStore(JobReader):
             deadline_in_ms: The same, from now; None is never. The earlier of both counts.
             longest_queue_ms: Time from now in which it must get its first row; 0 lets it wait.
             limits: The tenant's.
+            trace: Kept with the job; empty is none.
 
         Returns:
             The record, and whether this call created it.
@@ -140,6 +146,7 @@ class JobStore(JobReader):
         given: list[Argument] = ["tenant", tenant, "job_id", job_id, "model", self.keys.model]
         given += ["sla_class", sla_class, "body_hash", body_hash, "ttl_ms", ttl_ms]
         given += ["prompt_tokens", prompt_tokens, "choices", choices]
+        given += ["trace", trace] if trace else []
         timing = [deadline_ms, "" if deadline_in_ms is None else deadline_in_ms, longest_queue_ms]
         # A pipeline of many would wait for the replicas of all of them.
         call = self._keep if self._replicas else self._call_together
@@ -210,7 +217,9 @@ class JobStore(JobReader):
         Raises:
             NotFoundError: There is no such job of this tenant.
         """
-        flat = await self._keep("cancel", job_ref(tenant, job_id))
+        ended, flat = await self._keep("cancel", job_ref(tenant, job_id))
+        if ended:
+            self.on_ended([(tenant, job_id)])
         try:
             return self._own(tenant, job_id, decode_record(flat) if flat else None)
         except GarbageError as error:
@@ -256,10 +265,14 @@ class JobStore(JobReader):
                 if limits.get(sla_class, 0) > 0:
                     rooms += [sla_class, limits[sla_class]]
             shares = encode_limits(tenants)
-            now_ms, reply, rests = await self._call("claim", owner, lease_ms, shares, " ".join(held), *rooms)
+            now_ms, reply, rests, late = await self._call(
+                "claim", owner, lease_ms, shares, " ".join(held), *rooms
+            )
             self._note_clock(int(now_ms))
             for tenant, quota in rests:
                 on_rest(unquote(tenant.decode(errors="replace")), quota.decode())
+            if late:
+                self.on_ended([split_ref(ref.decode(errors="replace")) for ref in late])
             jobs = []
             for raw_ref, flat, spec, output in reply:
                 try:
@@ -356,6 +369,8 @@ class JobStore(JobReader):
         requeued, cancelled, dead, late = (
             [split_ref(ref.decode(errors="replace")) for ref in refs] for refs in lists
         )
+        if ended := [*cancelled, *dead, *late]:
+            self.on_ended(ended)
         return Reaped(requeued=requeued, cancelled=cancelled, dead=dead, late=late, swept=swept)
 
     def forget(self, owner: str, tenant: str, job_id: str, *, epoch: int) -> None:

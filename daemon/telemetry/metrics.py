@@ -195,6 +195,9 @@ class Metrics:
             "batond_engine_kills", "Engines that a job killed while it was alone in them.", registry=registry
         )
         self.open_streams = Gauge("batond_open_streams", "Streams to clients.", registry=registry)
+        self.spans = Counter(
+            "batond_spans", "Spans of jobs, by what became of them.", ("outcome",), registry=registry
+        )
         self.queued_jobs_limit = Gauge(
             "batond_queued_jobs_limit", "Jobs that may wait; more are refused.", registry=registry
         )

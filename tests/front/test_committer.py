@@ -34,7 +34,7 @@ class Store:
 def step(name: str) -> JobStep:
     chunk = Chunk(first_index=0, token_ids=[1], text="a")
     commit = StepCommit(tenant="t", job_id=name, epoch=1, chunks=(chunk,), state=JobState.RUNNING)
-    held: Any = SimpleNamespace(tenant="t", job_id=name, live=LiveJob((0,)))
+    held: Any = SimpleNamespace(tenant="t", job_id=name, live=LiveJob((0,)), log_ids={})
     return JobStep(held=held, commit=commit, events=[chunk], usage=None)
 
 

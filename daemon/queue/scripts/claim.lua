@@ -3,8 +3,8 @@
 -- KEYS  base
 -- ARGV  owner, lease_ms, JSON {tenant: [weight, running, tokens per minute]} or '', held refs with a blank between,
 --       then pairs of class and limit in order of urgency
--- Gives {now_ms, list of {ref, record, spec, outputs}, list of {tenant, quota}}: an output a choice, as XRANGE gives
--- it, and the tenants whose turn was taken away.
+-- Gives {now_ms, list of {ref, record, spec, outputs}, list of {tenant, quota}, list of refs}: an output a choice, as
+-- XRANGE gives it, the tenants whose turn was taken away, and the jobs that failed because they were late.
 -- From  queued -> claimed, epoch + 1; queued -> failed, if it is late.
 -- A claim whose reply got lost leaves jobs that this owner has but does not name as held: they are given
 -- again under their epoch, so a repeated call loses nothing.
@@ -16,7 +16,7 @@ local RETURNS_PER_CALL = 500
 local GARBAGE_PER_CALL = 100
 local now_ms = clock()
 local lease_end = int(now_ms + lease_ms)
-local given, rests, skips, rubbish = {}, {}, 0, 0
+local given, rests, late, skips, rubbish = {}, {}, {}, 0, 0
 
 local function give(ref, choices)
   redis.call('ZADD', LEASES, lease_end, ref)
@@ -152,6 +152,7 @@ local function fill(class, room)
       local ref, job = first_of(class, tenant)
       if ref and job.due and job.due <= now_ms then
         conclude_late(ref, job.due, now_ms)
+        late[#late + 1] = ref
       elseif ref then
         take(ref, job, class, tenant, counter, limits)
         taken, highest = taken + 1, math.max(highest, counter)
@@ -197,4 +198,4 @@ end
 for i = 5, #ARGV, 2 do
   claim(ARGV[i], tonumber(ARGV[i + 1]))
 end
-return { int(now_ms), given, rests }
+return { int(now_ms), given, rests, late }
