@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from batond.bench.progress import TABLE_WIDTH
 from batond.bench.traces import figures, run, show
 from batond.bench.traces.options import HOST_POOL_BYTES, Options, OwnDaemon, RunningDaemon
 from batond.bench.traces.workload import write_requests
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 OWN_SHRINK = 16.0  # A small model on a CPU can't serve the lengths of a card.
+WIDTH = 144  # Of the tables, with "simulated" behind a policy's name: cut figures help nobody.
 WHAT = "What is replayed"
 WHEN = "When requests come: one of"
 WHERE = "On a daemon that runs already"
@@ -235,7 +235,7 @@ def replay_and_show(
         Exit: Status 1 if a request failed in the daemon, 130 if it was stopped.
     """
     console = Console()
-    console.width = max(console.width, TABLE_WIDTH)
+    console.width = max(console.width, WIDTH)
     if plots is not None:
         load_plotter()  # Missing: known before minutes of replay, not after.
     result = run.run(options, console)

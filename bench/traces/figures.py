@@ -77,7 +77,8 @@ def _course(runs: Sequence[Run], title: str) -> Any:
         )
         for one in (states, tokens):
             one.grid(visible=True, alpha=0.3)
-            one.set_ylim(bottom=0)
+    for one in axes[:, 0]:
+        one.set_ylim(bottom=0)  # Shared by its row: only now is the highest of all runs known.
     axes[0][0].legend(fontsize="small", loc="best")
     axes[1][0].legend(fontsize="small", loc="best", title="class")
     return figure
@@ -189,5 +190,4 @@ def _tenants(axes: Any, run: Run) -> None:
         ylabel="prompt and output tokens",
     )
     axes.grid(visible=True, alpha=0.3)
-    axes.set_ylim(bottom=0)
     axes.legend(fontsize="small", loc="best")

@@ -149,7 +149,7 @@ def run(options: Options, console: Console) -> Result:
     classes = workload.with_targets(DEFAULT_CLASSES, options)
     chosen = workload.choose(options, classes)
     # The measurement of step times decodes so many tokens after the longest prompt.
-    spare_tokens = 4 * step_costs.DECODED_TOKENS
+    spare_tokens = 4 * step_costs.DECODED_TOKENS if options.simulate else 0
     with started(options.daemon, chosen.requests, classes, options.policies[0], spare_tokens) as daemon:
         with console.status("starting Redis, loading the model"):
             info = daemon.wait_ready()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from batond.daemon.errors import ConfigError
 from batond.daemon.simulator.report import e2e_s, tpot_s, ttft_s
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from batond.daemon.simulator.engine import Query
     from batond.daemon.simulator.world import Outcome
+
+MOST_SPAN_BY_FIVES: Final = 200  # Longest over shortest: up to there 1, 2 and 5 of each decade have room.
 
 
 def load_plotter() -> Any:
@@ -88,6 +90,7 @@ def _curves(
 ) -> None:
     predicted = [outcome.policy.endswith("simulated") for outcome in outcomes]
     colours: dict[str, str] = {}
+    shown: list[float] = []
     for outcome, dashed in zip(outcomes, predicted, strict=True):
         policy = outcome.policy.partition(",")[0]
         colour = colours.setdefault(policy, f"C{len(colours)}")
@@ -96,11 +99,23 @@ def _curves(
             for query in outcome.queries
             if query.sla.name == name and query.served and not math.isnan(value := measure(query))
         )
+        shown += [value for value in values if value > 0]
         parts = [(place + 1) / len(values) for place in range(len(values))]
         style = "--" if dashed and not all(predicted) else "-"
         axes.step(values, parts, where="post", label=outcome.policy, color=colour, linestyle=style)
     if not math.isnan(target_s):
         axes.axvline(target_s, color="grey", linestyle=":", label=f"target, {target_s:g} s")
     axes.set_xscale("log")
+    _tick(axes, shown if math.isnan(target_s) else [*shown, target_s])
     axes.set_ylim(0, 1.02)
     axes.grid(visible=True, alpha=0.3)
+
+
+def _tick(axes: Any, shown: Sequence[float]) -> None:
+    """Plain numbers, as many as there is room for: matplotlib's own powers of ten run into each other."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415 - optional
+
+    wide = not shown or max(shown) / min(shown) > MOST_SPAN_BY_FIVES
+    axes.xaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
