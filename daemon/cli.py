@@ -1,4 +1,4 @@
-"""Commands of `batond`: serve, gateway, check-config, hash-token, simulate, install-service."""
+"""Commands of `batond`: serve, gateway, check-config, doctor, hash-token, simulate, install-service."""
 
 from __future__ import annotations
 
@@ -14,21 +14,14 @@ from typing import Annotated, Any
 import typer
 
 from batond.clients.cli_gateway import gateway
-from batond.daemon.config_load import (
-    engine_settings,
-    load_settings,
-    parse_assignments,
-    redacted,
-)
+from batond.daemon.config_load import load_settings, parse_assignments, redacted
+from batond.daemon.doctor.command import doctor
+from batond.daemon.doctor.configured import CONFIGURED
 from batond.daemon.errors import BatondError, ConfigError
-from batond.daemon.memory.host import check_host_pool
 from batond.daemon.queue.check import check_target
 from batond.daemon.queue.target import target_of
 from batond.daemon.simulator.command import simulate
 from batond.daemon.telemetry.logging import configure_logging
-from batond.daemon.telemetry.tracing import check_tracing
-from batond.offload.folder import check_spill_folder
-from batond.policies.registry import check_configured, load_policy
 from batond.systemd.command import install_service
 
 EXIT_CONFIG = 2
@@ -126,35 +119,23 @@ def check_config(  # noqa: PLR0917 - typer passes by name
 
     No model is loaded. Where `model.device` names a card, torch is asked for it, which takes seconds.
     """
-    from batond.daemon.front.tls import read_tls  # noqa: PLC0415 - brings gRPC
-
     settings = load_settings(
         config,
         _flags(
             assign, model, rows, device, listen, policy, log_level, no_graphs=no_graphs, no_compile=no_compile
         ),
     )
-    engine = engine_settings(settings)  # Finds the weights.
-    if engine.spill_dir:
-        check_spill_folder(Path(engine.spill_dir), None if engine.spill_bytes < 0 else engine.spill_bytes)
-    load_policy(settings.engine.policy)
-    check_configured(settings.policy_options)
-    read_tls(settings.tls)
-    check_tracing(settings.tracing)
-    if settings.engine.host_pool_bytes != "auto":
-        # What this shell may lock says nothing of the service: checked as a pool that is not locked.
-        check_host_pool(int(settings.engine.host_pool_bytes), pin=False)
-    if settings.model.device.startswith("cuda"):
-        from batond.daemon.devices import chosen_device  # noqa: PLC0415 - brings torch, which takes seconds
-
-        chosen_device(settings.model.device)
-    if settings.queue.named:
-        target = target_of(settings.queue)
-        if connect:
-            found = asyncio.run(
-                check_target(target, replicas=settings.queue.wait_replicas, timeout_s=CONNECT_TIMEOUT_S)
+    for check in CONFIGURED.values():
+        check(settings)
+    if connect and settings.queue.named:
+        found = asyncio.run(
+            check_target(
+                target_of(settings.queue),
+                replicas=settings.queue.wait_replicas,
+                timeout_s=CONNECT_TIMEOUT_S,
             )
-            typer.echo(f"the queue's servers will do: {found}", err=True)
+        )
+        typer.echo(f"the queue's servers will do: {found}", err=True)
     typer.echo(json.dumps(redacted(settings), indent=2, default=str))
 
 
@@ -210,6 +191,7 @@ def hash_token(
 
 
 app.command()(gateway)
+app.command()(doctor)
 app.command()(simulate)
 app.command("install-service")(install_service)
 

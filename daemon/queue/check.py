@@ -28,7 +28,13 @@ MIN_VERSION: Final[tuple[int, ...]] = (6, 2)
 _log = structlog.get_logger(__name__)
 
 
-async def check_target(target: RedisTarget | str, *, replicas: int = 0, timeout_s: float = TIMEOUT_S) -> str:
+async def check_target(
+    target: RedisTarget | str,
+    *,
+    replicas: int = 0,
+    timeout_s: float = TIMEOUT_S,
+    warn: Callable[..., object] | None = None,
+) -> str:
     """Checks all servers that keep jobs, or may do so after a failover, and says what they are.
 
     Primaries must answer; a replica that is away now is left to the operator.
@@ -37,6 +43,7 @@ async def check_target(target: RedisTarget | str, *, replicas: int = 0, timeout_
         target: The configured servers.
         replicas: `queue.wait_replicas`.
         timeout_s: For a connection, and for each reply.
+        warn: Hears what is doubtful, as a log would; None is the log.
 
     Raises:
         ConfigError: A server is too old, evicts keys when its memory is full, is none of this topology, or
@@ -45,10 +52,11 @@ async def check_target(target: RedisTarget | str, *, replicas: int = 0, timeout_
     """
     if isinstance(target, str):
         target = RedisTarget(url=target)
+    tell: Callable[..., object] = _log.warning if warn is None else warn
     cluster = target.mode == "cluster"
     if target.mode == "standalone":
         async with open_async(target, timeout_s=timeout_s) as client:
-            about = await check_server(client)
+            about = await check_server(client, warn=tell)
             await check_rights(client, replicas=replicas)
             return about
     try:
@@ -57,29 +65,33 @@ async def check_target(target: RedisTarget | str, *, replicas: int = 0, timeout_
         raise domain_error(error) from error
     for host, port in primaries:
         async with _one(target, host, port, timeout_s) as client:
-            about = await check_server(client, cluster=cluster)
+            about = await check_server(client, cluster=cluster, warn=tell)
     for host, port in others:
         async with _one(target, host, port, timeout_s) as client:
             try:
-                await check_server(client, cluster=cluster)
+                await check_server(client, cluster=cluster, warn=tell)
             except UnavailableError as error:
-                _log.warning("redis_replica_away", replica=f"{host}:{port}", error=str(error))
+                tell("redis_replica_away", replica=f"{host}:{port}", error=str(error))
     async with open_async(target, key=PROBE_KEY, timeout_s=timeout_s) as client:
         await check_rights(client, replicas=replicas)
     return f"{about}, {target.mode}: {len(primaries)} primaries, {len(others)} replicas"
 
 
-async def check_server(client: redis.asyncio.Redis, *, cluster: bool = False) -> str:
+async def check_server(
+    client: redis.asyncio.Redis, *, cluster: bool = False, warn: Callable[..., object] | None = None
+) -> str:
     """Checks that a server keeps what it is given, and gives its name and version.
 
     Args:
         client: Of this server.
         cluster: It must be a node of a Cluster; otherwise it must be none.
+        warn: As in `check_target`.
 
     Raises:
         ConfigError: It is too old, evicts keys when its memory is full, or is none of this topology.
         UnavailableError: It can't be reached.
     """
+    tell: Callable[..., object] = _log.warning if warn is None else warn
     try:
         about = await client.info("server")
         check_version(about)
@@ -88,7 +100,7 @@ async def check_server(client: redis.asyncio.Redis, *, cluster: bool = False) ->
     except RedisError as error:
         raise domain_error(error) from error
     if policy is None:
-        _log.warning(
+        tell(
             "redis_policy_unknown",
             server=_name(client),
             note="INFO and CONFIG don't tell maxmemory-policy to this user; make sure that it is noeviction",
@@ -100,7 +112,7 @@ async def check_server(client: redis.asyncio.Redis, *, cluster: bool = False) ->
             setting="maxmemory-policy",
             value=policy,
         )
-    await _warn_if_volatile(client)
+    await _warn_if_volatile(client, tell)
     return f"{about.get('server_name', 'redis')} {_version_text(about)}"
 
 
@@ -199,10 +211,10 @@ async def _eviction_policy(client: redis.asyncio.Redis) -> str | None:
     return str(policy["maxmemory-policy"]) if policy and policy.get("maxmemory-policy") else None
 
 
-async def _warn_if_volatile(client: redis.asyncio.Redis) -> None:
+async def _warn_if_volatile(client: redis.asyncio.Redis, warn: Callable[..., object]) -> None:
     persistence = await _allowed(lambda: client.info("persistence"))
     if persistence and not int(persistence.get("aof_enabled", 0)):
-        _log.warning(
+        warn(
             "redis_without_aof",
             server=_name(client),
             note="accepted jobs are lost if Redis dies; set `appendonly yes` to keep them",
