@@ -81,6 +81,7 @@ def test_a_sound_host_has_no_fault_and_is_left_as_it_was(
         "card",
         "memlock",
         "systemd",
+        "tracing",
     }
     assert all(set(one) == {"check", "level", "message", "advice"} for one in document["checks"])
     assert sorted(tmp_path.rglob("*")) == before
