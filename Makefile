@@ -17,13 +17,16 @@ PYTEST := OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest
 # The steps of `test` stop at the first failure and end with pytest's own closing line, under `make -j` too.
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo soak test test-fast lint types proto-check unit wheel-check docs proto fmt clean .venv
+.PHONY: help demo bench-smoke soak test test-fast lint types proto-check unit wheel-check docs proto fmt clean .venv
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[.a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## Two tenants fill the batch, an urgent job gets in, the parked one finishes (CPU, under 3 minutes)
 	@$(BIN)/python -m batond.bench demo
+
+bench-smoke: $(STAMP) ## Compare what schedules cost, in steps, with what is expected (CPU, seconds)
+	@$(BIN)/python -m batond.bench smoke
 
 test: lint types proto-check unit ## Everything CI runs: lint, types, generated code, all tests
 

@@ -33,6 +33,7 @@ from batond.bench import (
 from batond.bench import engine as engine_bench
 from batond.bench.gpu.command import gpu_command
 from batond.bench.mixes.command import mixes_command, parked_command
+from batond.bench.paper.command import paper_command, smoke_command
 from batond.bench.progress import TABLE_WIDTH
 from batond.bench.traces.command import trace_command
 from batond.daemon.errors import BatondError, ConfigError
@@ -45,6 +46,8 @@ app = typer.Typer(
 
 app.command("gpu")(gpu_command)
 app.command("mixes")(mixes_command)
+app.command("paper")(paper_command)
+app.command("smoke")(smoke_command)
 app.command("parked")(parked_command)
 app.command("trace")(trace_command)
 

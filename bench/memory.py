@@ -24,7 +24,7 @@ from batond.daemon.scheduler.plan import Gate
 from batond.daemon.simulator.figures import load_plotter, save
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from batond.bench.workloads import Request
@@ -113,9 +113,31 @@ def run(model: CausalModel, requests: Sequence[Request], mode: str, rows: int) -
         mode: Key of `MODES`.
         rows: Batch size.
     """
+    return measure(model, requests, mode, rows, MODES[mode])
+
+
+def measure(
+    model: CausalModel,
+    requests: Sequence[Request],
+    mode: str,
+    rows: int,
+    options: dict[str, Any],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Curve:
+    """Run all requests, submitted at once.
+
+    Args:
+        model: The model.
+        requests: The queries, in order of arrival.
+        mode: What the curve is called.
+        rows: Batch size.
+        options: Of the engine.
+        clock: Seconds.
+    """
     longest = max(len(request.prompt_token_ids) + request.output_tokens for request in requests)
-    engine = LocalEngine(model, rows=rows, policy="fcfs", max_query_tokens=longest, **MODES[mode])
-    began_s = time.perf_counter()
+    engine = LocalEngine(model, rows=rows, policy="fcfs", max_query_tokens=longest, **options)
+    began_s = clock()
     for request in requests:
         engine.submit(
             request.prompt_token_ids, SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
@@ -125,7 +147,7 @@ def run(model: CausalModel, requests: Sequence[Request], mode: str, rows: int) -
     while engine.queries:
         engine.step()
         use = batch.memory
-        curve.ends_s.append(time.perf_counter() - began_s)
+        curve.ends_s.append(clock() - began_s)
         curve.held_bytes.append(use.committed_bytes + use.pooled_bytes)
         curve.live_bytes.append(sum(batch.lengths) * batch.layout.record_bytes)
     engine.close()

@@ -106,12 +106,20 @@ class MixEngine:
         model: The model.
         rows: Rows of the batch.
         columns: Columns of its ring.
+        clock: Seconds, by which runs and costs are timed.
 
     Raises:
         ConfigError: No ring serves this model.
     """
 
-    def __init__(self, model: CausalModel, rows: int, columns: int) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        rows: int,
+        columns: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.clock = clock
         self.engine = LocalEngine(
             model,
             rows=rows,
@@ -137,29 +145,40 @@ class MixEngine:
         engine._ready_limit = 0 if mode.shaped else self.rows  # noqa: SLF001 - shaped: when its row is free
         self.shaping.switch(on=mode.shaped, leaves_columns=mode.leaves_columns)
 
-    def run(self, requests: Sequence[Request], mode: Mode, tell: Callable[[str], None]) -> Outcome:
+    def run(
+        self,
+        requests: Sequence[Request],
+        mode: Mode,
+        tell: Callable[[str], None],
+        note: Callable[[float, int, int], None] | None = None,
+    ) -> Outcome:
         """Run a workload, submitted at once.
 
         Args:
             requests: The queries, in order of arrival.
             mode: How to batch it.
             tell: Hears how far it is.
+            note: Called after each step with seconds since the first submit, queries completed and tokens
+                emitted so far.
         """
         self.switch(mode)
         engine, before = self.engine, self.engine.counters.copy()
         watch = _PromptWatch()
         engine.on_plan = watch.note
-        began_s = told_s = time.perf_counter()
+        began_s = told_s = self.clock()
         queries = [self.submit(one.prompt_token_ids, one.output_tokens) for one in mode.order(requests)]
         while engine.queries:
-            step_s = time.perf_counter()
+            step_s = self.clock()
             engine.step()
-            now_s = time.perf_counter()
+            now_s = self.clock()
             watch.seconds += (now_s - step_s) * watch.prompts
+            if note is not None:
+                emitted = engine.counters["output_tokens"] - before["output_tokens"]
+                note(now_s - began_s, len(queries) - len(engine.queries), emitted)
             if now_s - told_s > _TELL_EVERY_S:
                 told_s = now_s
                 tell(f"{mode.name}: {len(engine.queries)} of {len(queries)} queries left")
-        seconds = time.perf_counter() - began_s
+        seconds = self.clock() - began_s
         engine.on_plan = None
         counts = engine.counters
         return Outcome(

@@ -30,16 +30,18 @@ from batond.daemon.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from transformers import PreTrainedModel
+
     from batond.bench.workloads import Request
 
 #: Of 3000 seeds, the one whose 120 queries come nearest to the tokens of the mix that vLLM was measured with:
 #: 149,403 of prompts and 142,217 of outputs (docs/performance.md).
 MIX_SEED: Final = 2817
 #: Columns beyond those that a schedule needs: of measurements.
-_SPARE_COLUMNS: Final = 256
+SPARE_COLUMNS: Final = 256
 #: Between the sizes of captured forwards, of which a prompt takes the next larger: so it is on average.
-_PROMPT_TOKENS: Final = (48, 96, 160, 320, 640, 1280, 2600)
-_LONG_PROMPT_TOKENS: Final = (3500, 4500)
+PROMPT_TOKENS: Final = (48, 96, 160, 320, 640, 1280, 2600)
+LONG_PROMPT_TOKENS: Final = (3500, 4500)
 _SHORT_COLUMNS: Final = 64
 _MIDDLE_COLUMNS: Final = 2048
 #: Queries are taken by the four kinds' shares: long-short, short-long, short-short twice.
@@ -224,7 +226,7 @@ def _run_mix(mix: Mix, options: Options, device: torch.device, tell: Callable[[s
     whole = options.requests(mix)
     on_card = device.type == "cuda"
     # What prompts leave in rows is many times what rows have: of a whole model it may not fit.
-    columns = _SPARE_COLUMNS + max(
+    columns = SPARE_COLUMNS + max(
         most_columns(mode.order(whole), mix.rows, mode, reads_added=on_card)
         for mode in MODES
         if not mode.leaves_columns or (options.seconds and mode.name in options.modes)
@@ -235,9 +237,9 @@ def _run_mix(mix: Mix, options: Options, device: torch.device, tell: Callable[[s
     bench = MixEngine(model, mix.rows, columns)
     try:
         ready_s = time.perf_counter() - began_s
-        longest = columns - _SPARE_COLUMNS if on_card else max(len(one.prompt_token_ids) for one in whole)
+        longest = columns - SPARE_COLUMNS if on_card else max(len(one.prompt_token_ids) for one in whole)
         costs = Meter(bench, model.vocab_size, say).measure(
-            _shorter((*_PROMPT_TOKENS, *(mix.scale * tokens for tokens in _LONG_PROMPT_TOKENS)), options),
+            _shorter((*PROMPT_TOKENS, *(mix.scale * tokens for tokens in LONG_PROMPT_TOKENS)), options),
             (
                 _SHORT_COLUMNS // options.shorter + 1,
                 _MIDDLE_COLUMNS * mix.scale // options.shorter + 1,
@@ -299,11 +301,18 @@ def build(
         positions: That the model is made for.
         device: Where it is.
     """
+    return CausalModel(make_model(shape, layers, dtype, positions, device), device)
+
+
+def make_model(
+    shape: str, layers: int | None, dtype: torch.dtype, positions: int, device: torch.device
+) -> PreTrainedModel:
+    """The same as transformers makes it."""
     torch.manual_seed(0)
     config = copy.deepcopy(SHAPES[shape])
     config.max_position_embeddings = positions
     if layers is not None:
         config.num_hidden_layers = layers
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return CausalModel(model, device)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model
