@@ -1,4 +1,4 @@
-"""The columns of the published tables: a workload and a batch size each, at the published lengths or shorter."""
+"""The columns of the published tables: a workload and a batch size each, published lengths or shorter."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ _COLOURS: Final = {
     "ring": "#009E73",
     "transformers": "#7F7F7F",
 }
-_MEMORY_NAMES: Final = {**METHODS, "ring": "batond's ring (decoupled)"}
-_MUCH: Final = 3.0  # An axis that one curve stretches by more than this shows nothing of the others.
+_MEMORY_NAMES: Final = {**METHODS, "ring": "batond's ring (decoupled), memory alone"}
 
 
 def draw(folder: Path, report: PaperReport, formats: Sequence[str] = FORMATS) -> list[Path]:
@@ -65,27 +64,26 @@ def draw(folder: Path, report: PaperReport, formats: Sequence[str] = FORMATS) ->
 
 
 def _case(figure: Any, case: CaseReport, report: PaperReport) -> None:
-    """Three panels: queries, tokens, memory."""
-    panels = 3 if case.memory else 2
-    figure.set_size_inches(5.2 * panels, 4.6)
-    axes = figure.subplots(1, panels)
+    """Queries and tokens above; memory below, in all methods and without the one that dwarfs the others."""
+    below = 1 if case.memory else 0
+    figure.set_size_inches(12, 4.4 + 3.8 * below)
+    axes = figure.subplots(1 + below, 2, squeeze=False)
     layers = "1 layer" if case.layers == 1 else f"{case.layers} layers"
     what = f"{case.run_queries} queries, {report.options.shape}, {layers}, {report.options.dtype}"
     figure.suptitle(f"{case.case.title}\n{what}", fontsize=12)
-    _progress(axes[0], case, "queries", "Completed queries", "queries")
-    _progress(axes[1], case, "tokens", "Output tokens", "tokens")
+    _progress(axes[0, 0], case, "queries", "Completed queries", "queries")
+    _progress(axes[0, 1], case, "tokens", "Output tokens", "tokens")
     if case.memory:
-        _memory(axes[2], case)
+        _memory(axes[1, 0], case, "KV memory held; methods on padded tensors", without="")
+        _memory(axes[1, 1], case, "The same without inline", without="inline")
     clock = "CPU seconds" if report.options.clock == "cpu" else "seconds"
-    for panel in axes:
-        panel.set(xlabel=f"{clock} since the first submit", xlim=(0, None), ylim=(0, panel.get_ylim()[1]))
+    named: dict[str, Any] = {}
+    for panel in axes.flat:
+        panel.set(xlabel=f"{clock} since the first submit", xlim=(0, None), ylim=(0, None))
         panel.grid(alpha=0.25)
-    handles, names = axes[0].get_legend_handles_labels()
-    if case.memory:
-        more, named = axes[2].get_legend_handles_labels()
-        extra = [(handle, name) for handle, name in zip(more, named, strict=True) if name not in names]
-        handles, names = [*handles, *(one for one, _ in extra)], [*names, *(name for _, name in extra)]
-    figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+        handles, names = panel.get_legend_handles_labels()
+        named |= dict(zip(names, handles, strict=True))
+    figure.legend(named.values(), named, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
 
 
 def _progress(axes: Any, case: CaseReport, field: str, title: str, unit: str) -> None:
@@ -111,12 +109,10 @@ def _progress(axes: Any, case: CaseReport, field: str, title: str, unit: str) ->
     axes.set(title=f"{title}, cumulative", ylabel=unit)
 
 
-def _memory(axes: Any, case: CaseReport) -> None:
-    """KV memory; a curve far above the others is cut at the top and said to be."""
-    peaks = {curve.mode: curve.peak_bytes for curve in case.memory}
-    others = max(peak for mode, peak in peaks.items() if mode != "inline")
-    cut = peaks.get("inline", 0) > _MUCH * others
+def _memory(axes: Any, case: CaseReport, title: str, *, without: str) -> None:
     for curve in case.memory:
+        if curve.mode == without:
+            continue
         kept = kept_points(len(curve.ends_s))
         axes.step(
             [curve.ends_s[place] for place in kept],
@@ -124,11 +120,8 @@ def _memory(axes: Any, case: CaseReport) -> None:
             where="post",
             label=_MEMORY_NAMES[curve.mode],
             color=_COLOURS[curve.mode],
+            linewidth=1.0,
         )
-    title = "KV memory held (methods on padded tensors)"
-    if cut:
-        axes.set_ylim(0, 1.25 * others / MEBIBYTE)
-        title += f"\ninline is cut: its peak is {peaks['inline'] / MEBIBYTE:,.3g} MiB"
     axes.set(title=title, ylabel="MiB")
 
 
