@@ -8,8 +8,7 @@ from batond.bench.memory import MEBIBYTE
 from batond.bench.paper.cases import METHODS
 from batond.bench.paper.results import lines
 from batond.bench.paper.series import kept_points
-from batond.daemon.errors import ConfigError
-from batond.daemon.simulator.show import load_plotter
+from batond.daemon.simulator.figures import load_plotter, save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from batond.bench.paper.run import CaseReport, PaperReport
 
 FORMATS: Final = ("svg", "png")
-_DPI: Final = 110
 #: Colours that people with any colour vision tell apart (Okabe and Ito).
 _COLOURS: Final = {
     "run_to_completion": "#D55E00",
@@ -55,10 +53,7 @@ def draw(folder: Path, report: PaperReport, formats: Sequence[str] = FORMATS) ->
         drawing(figure)
         for ending in formats:
             path = folder / f"{name}.{ending}"
-            try:
-                figure.savefig(path, dpi=_DPI)
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"figure {path} can't be written: {error}", field="formats") from error
+            save(figure, path)
             written.append(path)
     return written
 

@@ -20,7 +20,9 @@ class Line:
         batch: Rows.
         method: Name of the mode, or "transformers".
         queries: That were run.
-        seconds: They took.
+        seconds: They took; the median of all rounds.
+        least_s: In the shortest round.
+        most_s: In the longest round.
         predicted_s: They were predicted to take.
         tokens_per_s: Tokens emitted a second.
         steps: Decode steps.
@@ -40,6 +42,8 @@ class Line:
     method: str
     queries: int
     seconds: float | None = None
+    least_s: float | None = None
+    most_s: float | None = None
     predicted_s: float | None = None
     tokens_per_s: float | None = None
     steps: int | None = None
@@ -73,6 +77,8 @@ def lines(report: CaseReport) -> Iterator[Line]:
             method=one.mode,
             queries=report.run_queries,
             seconds=_seconds(one),
+            least_s=one.spread_s and one.spread_s[0],
+            most_s=one.spread_s and one.spread_s[1],
             predicted_s=one.predicted.seconds,
             tokens_per_s=None if outcome is None else outcome.output_tokens / outcome.seconds,
             steps=one.predicted.steps if outcome is None else outcome.steps,

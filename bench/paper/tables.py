@@ -26,6 +26,7 @@ _NO_CARD = (
 _CLOCK_CPU = "Times are CPU time of this process: other work on the machine hardly moves them."
 _HEADS = (
     "time s",
+    "rounds",
     "predicted",
     "error",
     "tokens/s",
@@ -39,9 +40,10 @@ _HEADS = (
     "padded",
 )
 _CAPTION = (
-    f"ratio: time of run to completion over this one's; published: {SOURCE}, blank where not known here;"
-    " in steps: the same of decode steps; full lengths: of the whole workload at the published lengths;"
-    " padded: the same on padded tensors; idle: row-steps for nobody"
+    "time: median of the rounds, shortest and longest beside it; ratio: time of run to completion over this"
+    f" one's; published: {SOURCE}, blank where not known here; in steps: ratio of decode steps; full lengths:"
+    " the same of the whole workload at the published lengths; padded: ratio on padded tensors; idle:"
+    " row-steps for nobody"
 )
 
 
@@ -88,6 +90,10 @@ def _cells(line: Line) -> Iterator[str]:
         return "" if value is None else format(value, form)
 
     yield cell(line.seconds, ".2f")
+    spread = (
+        "" if line.least_s is None or line.least_s == line.most_s else f"{line.least_s:.2f}-{line.most_s:.2f}"
+    )
+    yield spread
     yield cell(line.predicted_s, ".2f")
     yield cell(line.error, "+.1%")
     yield cell(line.tokens_per_s, ",.0f")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from batond.bench.paper.run import PaperReport
 
 OPTIONS = Options(
-    tables=(1,), batches=(8,), layers=1, mix_shorter=300, queries=12, seconds=1e6, plain_seconds=1e6
+    tables=(1,), batches=(8,), layers=1, mix_shorter=300, queries=12, seconds=1e6, plain_seconds=1e6, rounds=2
 )
 
 
@@ -98,6 +98,8 @@ def test_every_method_runs_the_same_queries_in_its_own_steps(report: PaperReport
         assert one.outcome.output_tokens == case.output_tokens
         assert (one.series.queries[-1], one.series.tokens[-1]) == (12, case.output_tokens)
         assert one.series.seconds[-1] <= one.outcome.seconds
+        assert one.spread_s is not None
+        assert one.spread_s[0] < one.spread_s[1] == one.outcome.seconds, "the later of two rounds"
         for values in (one.series.seconds, one.series.queries, one.series.tokens):
             assert values == sorted(values)
     assert [curve.mode for curve in case.memory] == list(MEMORY_MODES)
@@ -165,6 +167,7 @@ def test_the_command_prints_what_it_found(
     done = CliRunner().invoke(command.app, words)
     assert done.exit_code == 0, done.output
     (options,) = asked
+    assert options.rounds == 3
     assert (options.shape, options.dtype, options.clock, options.mix_shorter) == (
         "tiny",
         "float32",
