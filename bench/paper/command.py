@@ -14,6 +14,7 @@ from batond.bench.gpu.sizes import SHAPES
 from batond.bench.mixes.run import MIX_SEED
 from batond.bench.paper import figures, files, smoke, tables
 from batond.bench.paper import run as paper_bench
+from batond.bench.paper.options import Options
 from batond.bench.progress import TABLE_WIDTH, teller
 
 #: Wider than the other benchmarks' tables: a cut table helps nobody.
@@ -71,7 +72,7 @@ def paper_command(  # noqa: PLR0917 - typer calls it by name
     clock = clock or ("wall" if on_card else "cpu")
     if clock == "cpu":
         torch.set_num_threads(1)  # CPU time adds up over threads.
-    options = paper_bench.Options(
+    options = Options(
         tables=_numbers("--table", table),
         batches=_numbers("--batch", batch) if batch else None,
         shape=shape or ("llama-2-7b" if on_card else "tiny"),
@@ -89,6 +90,9 @@ def paper_command(  # noqa: PLR0917 - typer calls it by name
         clock=clock,
         rounds=rounds or (1 if on_card else 3),
     )
+    if output is not None:
+        files.require(output)
+        figures.require(formats.split(","))
     report = None
     for report in paper_bench.run(options, teller()):
         if output is not None:

@@ -8,6 +8,7 @@ from batond.bench.memory import MEBIBYTE
 from batond.bench.paper.cases import METHODS
 from batond.bench.paper.results import lines
 from batond.bench.paper.series import kept_points
+from batond.daemon.errors import ConfigError
 from batond.daemon.simulator.figures import load_plotter, save
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from batond.bench.paper.run import CaseReport, PaperReport
 
 FORMATS: Final = ("svg", "png")
+_KNOWN: Final = (*FORMATS, "pdf")
 #: Colours that people with any colour vision tell apart (Okabe and Ito).
 _COLOURS: Final = {
     "run_to_completion": "#D55E00",
@@ -27,6 +29,17 @@ _COLOURS: Final = {
     "transformers": "#7F7F7F",
 }
 _MEMORY_NAMES: Final = {**METHODS, "ring": "batond's ring (decoupled), memory alone"}
+
+
+def require(formats: Sequence[str]) -> None:
+    """Refuse what can't be drawn, before hours of runs.
+
+    Raises:
+        ConfigError: Matplotlib is missing, or a format is unknown.
+    """
+    load_plotter()
+    if unknown := set(formats).difference(_KNOWN):
+        raise ConfigError(f"--formats must be of {', '.join(_KNOWN)}, not {', '.join(sorted(unknown))}")
 
 
 def draw(folder: Path, report: PaperReport, formats: Sequence[str] = FORMATS) -> list[Path]:

@@ -19,18 +19,29 @@ if TYPE_CHECKING:
     from batond.bench.paper.series import Series
 
 
+def require(folder: Path) -> None:
+    """Make the folder, before hours of runs.
+
+    Raises:
+        ConfigError: It can't be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be made: {error}", field="output") from error
+
+
 def write(folder: Path, report: PaperReport) -> list[Path]:
     """Write results.csv, progress.csv, memory.csv and paper.json; what was there is replaced.
 
     Args:
-        folder: Made if it is missing.
+        folder: It is there.
         report: What is done so far.
 
     Raises:
         ConfigError: They can't be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         names = [field.name for field in fields(Line)]
         _csv(folder / "results.csv", [*names, "error"], _results(report, names))
         _csv(folder / "progress.csv", ["case", "method", "seconds", "queries", "tokens"], _progress(report))

@@ -17,8 +17,9 @@ from batond.bench.mixes.run import make_model
 from batond.bench.paper import figures, files, plain, tables
 from batond.bench.paper import run as paper_bench
 from batond.bench.paper.cases import PAPER_MODES, cases
+from batond.bench.paper.options import Options
 from batond.bench.paper.results import lines, over_inline, over_plain
-from batond.bench.paper.run import MEMORY_MODES, Options
+from batond.bench.paper.run import MEMORY_MODES
 from batond.bench.paper.series import Series, kept_points
 from batond.bench.workloads import Request
 from batond.daemon.errors import ConfigError
@@ -124,6 +125,7 @@ def test_a_line_holds_outcome_prediction_and_published_figure(report: PaperRepor
 
 
 def test_what_is_written_can_be_read_again(report: PaperReport, tmp_path: Path) -> None:
+    files.require(tmp_path / "deep" / "er")
     written = files.write(tmp_path / "deep" / "er", report)
     results, progress, memory = (
         list(csv.DictReader(path.read_text().splitlines())) for path in written if path.suffix == ".csv"
@@ -137,6 +139,8 @@ def test_what_is_written_can_be_read_again(report: PaperReport, tmp_path: Path) 
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't be written"):
         files.write(tmp_path / "file", report)
+    with pytest.raises(ConfigError, match="can't be made"):
+        files.require(tmp_path / "file")
 
 
 def test_figures_are_drawn_with_titles_units_and_legends(report: PaperReport, tmp_path: Path) -> None:
@@ -150,7 +154,9 @@ def test_figures_are_drawn_with_titles_units_and_legends(report: PaperReport, tm
     ]
     assert all(path.stat().st_size > 5000 for path in written)
     with pytest.raises(ConfigError, match="can't be written"):
-        figures.draw(tmp_path, report, ("unheard-of",))
+        figures.draw(tmp_path / "nowhere", report)
+    with pytest.raises(ConfigError, match="--formats must be of svg, png, pdf, not gif"):
+        figures.require(("png", "gif"))
 
 
 def test_the_command_prints_what_it_found(
