@@ -31,9 +31,11 @@ from batond.bench import (
     workloads,
 )
 from batond.bench import engine as engine_bench
+from batond.bench.baselines.command import baselines_command
 from batond.bench.gpu.command import gpu_command
 from batond.bench.mixes.command import mixes_command, parked_command
 from batond.bench.paper.command import paper_command, smoke_command
+from batond.bench.peers.command import peers_command
 from batond.bench.progress import TABLE_WIDTH
 from batond.bench.traces.command import trace_command
 from batond.daemon.errors import BatondError, ConfigError
@@ -44,11 +46,13 @@ app = typer.Typer(
 )
 
 
+app.command("baselines")(baselines_command)
 app.command("gpu")(gpu_command)
 app.command("mixes")(mixes_command)
 app.command("paper")(paper_command)
 app.command("smoke")(smoke_command)
 app.command("parked")(parked_command)
+app.command("peers")(peers_command)
 app.command("trace")(trace_command)
 
 
