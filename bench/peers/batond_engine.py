@@ -15,6 +15,7 @@ import torch
 from batond.bench.gpu.sizes import SPARE_BYTES, sizes_of
 from batond.bench.peers.models import build, config_of, require_device, versions
 from batond.bench.peers.task import PeerError
+from batond.daemon.engine.batch.ring_size import RING_FRACTION
 from batond.daemon.engine.governing import make_governing
 from batond.daemon.engine.local import LocalEngine
 from batond.daemon.engine.model.causal import CausalModel
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Prompt tokens between two decode steps: bounded, as the other peers' are, but an urgent prompt is whole.
 CHUNK_TOKENS: Final = 2048
+#: Prompts that are computed before their row is free; each holds its KV on the card beside the ring.
+READY_LIMIT: Final = 4
 _URGENT: Final = "interactive"
 _OTHERS: Final = "batch"
 #: The governor's marks lie so far from each other and from full.
@@ -50,7 +53,9 @@ class BatondPeer:
     def __init__(self, task: Task) -> None:
         self._task, device = task, require_device(task)
         self._governors: list[Governing] = []
-        if self._needs_more(device):
+        if device.type == "cuda" and needs_elastic(
+            task, torch.cuda.get_device_properties(device).total_memory
+        ):
             made = [_governor(task) for _ in range(len(task.rows) + 1)]
             self._governors = [one for one in made if one is not None]
         self._model = CausalModel(build(task), device)
@@ -65,7 +70,7 @@ class BatondPeer:
             "policy": "priority",
             "host_pool_bytes": task.host_bytes,
             "chunk_tokens": CHUNK_TOKENS,
-            "ready_limit": rows,
+            "ready_limit": min(rows, READY_LIMIT),
             "max_query_tokens": task.longest_tokens,
             "session_bytes": 0,
         }
@@ -80,16 +85,6 @@ class BatondPeer:
         """As `Peer.close`."""
         for governor in self._governors:
             governor.close()
-
-    def _needs_more(self, device: torch.device) -> bool:
-        """Whether all rows at their longest need more than there is: the ring follows what is there then."""
-        if device.type != "cuda":
-            return False
-        task = self._task
-        sizes = sizes_of(config_of(task), getattr(torch, task.dtype))
-        ring_bytes = task.most_rows * task.longest_tokens * sizes.kv_token_bytes
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        return ring_bytes + sizes.weight_bytes + SPARE_BYTES > task.memory_share * total_bytes
 
 
 class BatondSession:
@@ -144,6 +139,18 @@ class BatondSession:
                 self._wrong = f"request {event.query_id} failed: {event.message}"
             case _:
                 pass
+
+
+def needs_elastic(task: Task, total_bytes: int) -> bool:
+    """Whether all rows at their longest need more than a plain ring takes: then it must follow its rows.
+
+    Args:
+        task: Gives rows and lengths.
+        total_bytes: Memory of the card.
+    """
+    sizes = sizes_of(config_of(task), getattr(torch, task.dtype))
+    ring_bytes = task.most_rows * task.longest_tokens * sizes.kv_token_bytes
+    return ring_bytes > RING_FRACTION * (total_bytes - sizes.weight_bytes - SPARE_BYTES)
 
 
 def _governor(task: Task) -> Governing | None:

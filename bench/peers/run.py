@@ -94,7 +94,7 @@ class Options:
     repeats: int = 1
     urgency: Urgency | None = field(default_factory=Urgency)
     memory_share: float = 0.9
-    host_bytes: int = 32 << 30
+    host_bytes: int = 8 << 30
     limit_s: float = 900.0
     paths: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

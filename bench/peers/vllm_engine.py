@@ -35,6 +35,8 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
 }
 #: The smaller is the more urgent.
 _URGENT, _OTHERS = 0, 10
+#: Beyond the longest request, so that none ends by its length.
+_SPARE_TOKENS: Final = 16
 
 
 class VllmPeer:
@@ -57,14 +59,15 @@ class VllmPeer:
         self._task, self._priority = task, task.peer == PRIORITY
         self._folder = tempfile.TemporaryDirectory(prefix="peer-model-")
         config = dict(task.model)
-        config["max_position_embeddings"] = max(config["max_position_embeddings"], task.longest_tokens)
+        most_tokens = task.longest_tokens + _SPARE_TOKENS
+        config["max_position_embeddings"] = max(config["max_position_embeddings"], most_tokens)
         Path(self._folder.name, "config.json").write_text(json.dumps(config), encoding="utf-8")
         options: dict[str, Any] = {
             "model": self._folder.name,
             "load_format": "dummy",
             "skip_tokenizer_init": True,
             "dtype": task.dtype,
-            "max_model_len": task.longest_tokens,
+            "max_model_len": most_tokens,
             "gpu_memory_utilization": task.memory_share,
             "max_num_seqs": task.most_rows,
             "enable_prefix_caching": False,

@@ -55,7 +55,8 @@ class LLM:
     def __init__(self, *, model, load_format, skip_tokenizer_init, dtype, max_model_len,
                  gpu_memory_utilization, max_num_seqs, enable_prefix_caching, scheduling_policy,
                  seed, **options):
-        import json, os
+        import json, os, sys
+        assert "torch" not in sys.modules
         config = json.load(open(os.path.join(model, "config.json")))
         assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"
         assert (load_format, skip_tokenizer_init, enable_prefix_caching) == ("dummy", True, False)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from batond.bench import __main__ as command
 from batond.bench.peers import child, run, tables
+from batond.bench.peers.batond_engine import needs_elastic
 from batond.bench.peers.drive import Driver, measure_urgent, saturate
 from batond.bench.peers.run import Options, PeerReport, Report, run_peer
 from batond.bench.peers.task import (
@@ -138,6 +139,15 @@ def test_a_peer_that_needs_a_card_says_so(name: str) -> None:
     assert isinstance(answers[0], Missing)
     assert "card" in answers[0].why
     assert len(answers) == 1
+
+
+def test_a_ring_that_does_not_fit_follows_its_rows() -> None:
+    kv_bytes = 2 * 2 * 2 * 8 * 4  # Of a token: keys and values, layers, heads, numbers, bytes.
+    one = task("batond", rows=(100,), work=(Work(40, 24),))
+    ring_bytes = 100 * 64 * kv_bytes
+    beside = needs_elastic(one, 4 * ring_bytes + (2 << 30))
+    assert not beside
+    assert needs_elastic(one, ring_bytes + (1 << 30))
 
 
 class _Rows:
