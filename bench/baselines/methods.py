@@ -53,8 +53,8 @@ class Method:
         prompts: See `Prompts`.
         chunk_tokens: Prompt tokens of a step at most; None is no bound.
         policy: Makes the policy.
-        preempts: Rows may be taken.
-        swap: How, then.
+        swap: How KV moves where the policy takes rows.
+        knows_urgency: Urgent jobs are told to it; to all others a job is a job.
         overlapped: A slice crosses from the second device while its prompt is computed, layer by layer.
     """
 
@@ -65,9 +65,9 @@ class Method:
     prompts: Prompts = Prompts.IN_STEP
     chunk_tokens: int | None = None
     policy: Callable[[], Policy] = Fcfs
-    preempts: bool = False
     swap: Swap = Swap.REACTIVE
     overlapped: bool = False
+    knows_urgency: bool = False
 
 
 #: Prompt tokens of a step of `sarathi`: between those that its paper takes for tight and for relaxed targets.
@@ -115,21 +115,18 @@ METHODS: Final = (
         source=_FASTSERVE,
         claim="what skip-join is compared with: all jobs join the first queue, whatever their prompt",
         policy=_naive_mlfq,
-        preempts=True,
     ),
     Method(
         name="fastserve-reactive",
         source=_FASTSERVE,
         claim="jobs join the queue that their prompt's time fits: less time to completion on average",
         policy=_skip_join,
-        preempts=True,
     ),
     Method(
         name="fastserve",
         source=_FASTSERVE,
         claim="KV is swapped out before its room is needed and in before its turn: the batch doesn't wait",
         policy=_skip_join,
-        preempts=True,
         swap=Swap.PROACTIVE,
     ),
     Method(
@@ -166,8 +163,8 @@ METHODS: Final = (
         prompts=Prompts.AHEAD,
         chunk_tokens=SARATHI_TOKENS,
         policy=_priority,
-        preempts=True,
         swap=Swap.PROACTIVE,
+        knows_urgency=True,
     ),
 )
 BY_NAME: Final = {method.name: method for method in METHODS}

@@ -266,7 +266,7 @@ class _Player:
 
     def _submit(self, job: Job) -> None:
         sampling = SamplingParams(max_tokens=job.output_tokens, ignore_eos=True)
-        sla_class = "interactive" if job.urgent else "batch"
+        sla_class = "interactive" if job.urgent and self._method.knows_urgency else "batch"
         self._engine.submit(self._prompts[job.name], sampling, sla_class=sla_class, query_id=job.name)
 
     def _compute_s(self, prompt_tokens: int, steps: int, rows: int) -> float:
