@@ -61,9 +61,6 @@ ServeCertificate = Annotated[
     Path | None, _option(env="SERVE_CERTIFICATE", text="Serve HTTPS with this certificate, PEM.")
 ]
 ServeKey = Annotated[Path | None, _option(env="SERVE_KEY", text="The key of that certificate, PEM.")]
-StateDir = Annotated[
-    Path | None, _option(env="STATE_DIR", text="Where files and batches are kept; else there are none.")
-]
 Tiers = Annotated[
     str,
     _option(
@@ -72,7 +69,6 @@ Tiers = Annotated[
         " class is the tenant's default.",
     ),
 ]
-BatchClass = Annotated[str, _option(env="BATCH_CLASS", text="SLA class of the jobs of /v1/batches.")]
 Temperature = Annotated[
     float, _option(env="DEFAULT_TEMPERATURE", text="Of requests that name none; 0 is greedy.", min=0)
 ]
@@ -83,14 +79,6 @@ Drain = Annotated[
     int, _option(env="DRAIN_S", text="How long open requests may go on after SIGTERM, seconds.", min=0)
 ]
 BodyBytes = Annotated[int, _option(env="MAX_BODY_BYTES", text="Largest body of a request.", min=1024)]
-FileBytes = Annotated[int, _option(env="MAX_FILE_BYTES", text="Largest file.", min=1024)]
-TenantBytes = Annotated[
-    int, _option(env="MAX_TENANT_BYTES", text="Most bytes of a tenant's files.", min=1024)
-]
-BatchRequests = Annotated[int, _option(env="MAX_BATCH_REQUESTS", text="Most lines of a batch.", min=1)]
-FileTtl = Annotated[
-    float, _option(env="FILE_TTL_S", text="Files and ended batches are deleted after so long.", min=60)
-]
 AccessLog = Annotated[bool, _option("--access-log", env="ACCESS_LOG", text="Log every request.")]
 LogLevel = Annotated[str, _option(env="LOG_LEVEL", text="debug, info, warning or error.")]
 
@@ -111,17 +99,11 @@ def gateway(  # noqa: PLR0917 - typer passes by name
     allow_plaintext_token: Plaintext = False,  # noqa: FBT002 - typer wants a default
     serve_certificate: ServeCertificate = None,
     serve_key: ServeKey = None,
-    state_dir: StateDir = None,
     tiers: Tiers = "",
-    batch_class: BatchClass = "batch",
     default_temperature: Temperature = 1.0,
     timeout_s: Timeout = DEFAULT_TIMEOUT_S,
     drain_s: Drain = 30,
     max_body_bytes: BodyBytes = 16 << 20,
-    max_file_bytes: FileBytes = 200 << 20,
-    max_tenant_bytes: TenantBytes = 4 << 30,
-    max_batch_requests: BatchRequests = 50_000,
-    file_ttl_s: FileTtl = 30 * 86400.0,
     access_log: AccessLog = False,  # noqa: FBT002 - typer wants a default
     log_level: LogLevel = "info",
 ) -> None:
@@ -139,14 +121,8 @@ def gateway(  # noqa: PLR0917 - typer passes by name
             allow_plaintext_token=allow_plaintext_token,
             timeout_s=timeout_s,
             tiers=read_tiers([pair for pair in tiers.split(",") if pair]),
-            batch_class=batch_class,
             default_temperature=default_temperature,
-            state_dir=state_dir,
             max_body_bytes=max_body_bytes,
-            max_file_bytes=max_file_bytes,
-            max_tenant_bytes=max_tenant_bytes,
-            max_batch_requests=max_batch_requests,
-            file_ttl_s=file_ttl_s,
         )
         options = _socket_options(listen, serve_certificate, serve_key)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from batond.clients.gateway.settings import GatewaySettings
-
-FILES_PATH: Final = "/v1/files"
-#: What goes around a file in a form: boundaries, names, the purpose.
-_FORM_BYTES: Final = 64 << 10
 
 
 class BodyLimit:
@@ -35,8 +31,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        file = scope["path"] == FILES_PATH
-        limit = self._settings.max_file_bytes + _FORM_BYTES if file else self._settings.max_body_bytes
+        limit = self._settings.max_body_bytes
         error = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced) > limit:

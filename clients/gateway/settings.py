@@ -10,7 +10,6 @@ from batond.clients.transport import DEFAULT_TARGET, DEFAULT_TIMEOUT_S, ClientTL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 #: Empty is the tenant's own default class.
 DEFAULT_TIERS: Final = {"auto": "", "default": "standard", "flex": "batch", "priority": "interactive"}
@@ -28,14 +27,8 @@ class GatewaySettings:
         allow_plaintext_token: Send callers' tokens without TLS to other hosts.
         timeout_s: Longest time of a call to a daemon that answers once.
         tiers: SLA class by `service_tier`; an empty class is the tenant's default.
-        batch_class: SLA class of the jobs of `/v1/batches`.
         default_temperature: Where a request names none; OpenAI's API says 1, the daemon 0.
-        state_dir: Where files and batches are kept; None turns those endpoints off.
         max_body_bytes: Largest JSON body.
-        max_file_bytes: Largest file.
-        max_tenant_bytes: Most bytes of all files of a tenant.
-        max_batch_requests: Most lines of a batch.
-        file_ttl_s: Files and batches that have ended are deleted after so long.
         keepalive_s: A silent stream gets a comment so often, which keeps proxies from closing it.
     """
 
@@ -44,14 +37,8 @@ class GatewaySettings:
     allow_plaintext_token: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
     tiers: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_TIERS))
-    batch_class: str = "batch"
     default_temperature: float = 1.0
-    state_dir: Path | None = None
     max_body_bytes: int = 16 << 20
-    max_file_bytes: int = 200 << 20
-    max_tenant_bytes: int = 4 << 30
-    max_batch_requests: int = 50_000
-    file_ttl_s: float = 30 * 86400.0
     keepalive_s: float = 15.0
 
     @property

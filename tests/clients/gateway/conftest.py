@@ -63,7 +63,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalDaemon]:
 @pytest.fixture(scope="module")
 def settings(fake: LocalDaemon, tmp_path_factory: pytest.TempPathFactory) -> GatewaySettings:
     """Says what the gateway of the module does."""
-    return GatewaySettings(daemons=(f"unix:{fake.socket}",), state_dir=tmp_path_factory.mktemp("state"))
+    return GatewaySettings(daemons=(f"unix:{fake.socket}",))
 
 
 @pytest.fixture(scope="module")
