@@ -90,7 +90,8 @@ def _starter(model_folder: Path) -> Iterator[Callable[..., LocalDaemon]]:
     """Starts daemons; what still runs at the end is stopped."""
     started: list[LocalDaemon] = []
     # Unix socket paths are short: pytest's own folders can be too deep for them.
-    with tempfile.TemporaryDirectory(prefix="bd-") as name:
+    # A daemon that a test has killed leaves its Redis a moment, which still writes: such a file may stay.
+    with tempfile.TemporaryDirectory(prefix="bd-", ignore_cleanup_errors=True) as name:
 
         def start(**options: Any) -> LocalDaemon:
             folder = Path(name) / str(len(started))

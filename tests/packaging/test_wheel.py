@@ -29,7 +29,7 @@ TOP_FOLDERS = {
     "proto/batond/v1": Path("batond/v1"),
 }
 DATA_SUFFIXES = {".py", ".pyi", ".proto", ".lua", ".typed", ".service", ".conf", ".toml"}
-DATA_SUFFIXES |= {".css", ".html", ".js", ".svg"}
+DATA_SUFFIXES |= {".css", ".html", ".js", ".json", ".svg"}
 #: What concerns the repository alone; the links of .types serve the type checkers.
 NOT_IN_SDIST = {".ci", ".gitignore", ".types"}
 #: They need Triton, which comes with torch's CUDA build alone.
